@@ -1,0 +1,49 @@
+// A fixed pool of threads with a static-range parallel_for.
+//
+// Work is split by index, never by arrival: which thread runs a range does not change what the range
+// computes, so results do not depend on the number of threads.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <functional>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+namespace cachalot {
+
+class ThreadPool {
+ public:
+  // `threads` counts the calling thread; 0 means one per processor.
+  explicit ThreadPool(int threads = 0);
+  ~ThreadPool();
+  ThreadPool(const ThreadPool&) = delete;
+  ThreadPool& operator=(const ThreadPool&) = delete;
+
+  int threads() const { return static_cast<int>(workers_.size()) + 1; }
+
+  // Calls body(begin, end) over disjoint ranges that cover [0, n), on all threads, and returns when
+  // all have ended. Ranges start at multiples of `grain`. One caller at a time; not re-entrant.
+  void parallel_for(int64_t n, int64_t grain, const std::function<void(int64_t, int64_t)>& body);
+
+  // As parallel_for, but ranges of `grain` indices are claimed one by one: for uneven work.
+  void parallel_for_dynamic(int64_t n, int64_t grain,
+                            const std::function<void(int64_t, int64_t)>& body);
+
+ private:
+  void run(const std::function<void(int)>& task);
+  void worker_loop(int index);
+
+  std::vector<std::thread> workers_;
+  std::mutex mutex_;
+  std::condition_variable wake_;
+  std::condition_variable done_;
+  const std::function<void(int)>* task_ = nullptr;
+  std::atomic<uint64_t> generation_{0};
+  std::atomic<int> running_{0};
+  bool stop_ = false;
+};
+
+}  // namespace cachalot
