@@ -1,0 +1,25 @@
+// How a subcommand plugs into the binary: one add_*() per file, called by main.cc in help order.
+#pragma once
+
+#include <CLI/CLI.hpp>
+#include <functional>
+
+#include "base/status.h"
+
+namespace cachalot::cli {
+
+// Registers the options of one subcommand on `app` and stores its action in `action` when the
+// subcommand is chosen. The action prints results on stdout and everything else on stderr.
+using Action = std::function<Status()>;
+
+void add_doctor(CLI::App& app, Action& action);
+void add_synth(CLI::App& app, Action& action);
+void add_inspect(CLI::App& app, Action& action);
+void add_verify(CLI::App& app, Action& action);
+void add_tokenize(CLI::App& app, Action& action);
+void add_score(CLI::App& app, Action& action);
+void add_run(CLI::App& app, Action& action);
+void add_chat(CLI::App& app, Action& action);
+void add_bench(CLI::App& app, Action& action);
+
+}  // namespace cachalot::cli

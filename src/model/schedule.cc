@@ -1,0 +1,62 @@
+#include "model/schedule.h"
+
+namespace cachalot::model {
+namespace {
+
+// The largest element <= id, or -1. `ids` ascends.
+int64_t last_at_or_before(const std::vector<int64_t>& ids, int64_t id) {
+  int64_t found = -1;
+  for (int64_t candidate : ids) {
+    if (candidate <= id) {
+      found = candidate;
+    }
+  }
+  return found;
+}
+
+}  // namespace
+
+std::vector<LayerSpec> layer_schedule(const ModelConfig& config) {
+  std::vector<LayerSpec> layers;
+  for (int64_t l = 0; l < config.num_hidden_layers; ++l) {
+    LayerSpec layer;
+    layer.index = l;
+    layer.ratio = config.compress_ratios[static_cast<size_t>(l)];
+    if (layer.ratio > 0) {
+      layer.kv_source = last_at_or_before(config.kv_source_layer_ids, l);
+      layer.index_source = last_at_or_before(config.index_source_layer_ids, l);
+      layer.mode = layer.kv_source == l      ? LayerMode::kFull
+                   : layer.index_source == l ? LayerMode::kReindex
+                                             : LayerMode::kReuse;
+      layer.publishes_candidates = l == config.candidate_source_layer_id;
+      // Candidates restrict the index sources behind their source, never the source itself.
+      if (layer.index_source == l && config.candidate_source_layer_id >= 0 &&
+          l > config.candidate_source_layer_id) {
+        layer.candidate_source = config.candidate_source_layer_id;
+      }
+    }
+    for (size_t i = 0; i < config.engram_layer_ids.size(); ++i) {
+      if (config.engram_layer_ids[i] == l) {
+        layer.engram = static_cast<int64_t>(i);
+      }
+    }
+    layers.push_back(layer);
+  }
+  return layers;
+}
+
+std::string_view mode_name(LayerMode mode) {
+  switch (mode) {
+    case LayerMode::kWindow:
+      return "window";
+    case LayerMode::kFull:
+      return "full";
+    case LayerMode::kReindex:
+      return "reindex";
+    case LayerMode::kReuse:
+      return "reuse";
+  }
+  return "unknown";
+}
+
+}  // namespace cachalot::model

@@ -1,0 +1,147 @@
+// The weight table: the only place that spells tensor names.
+//
+// From a config it derives every tensor of a checkpoint with its name, shape, storage and role. The
+// loader, the writer, `synth`, `inspect` and (later) the optimizer grouping are all driven by it.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "model/config.h"
+#include "ops/weight.h"
+#include "tensor/tensor.h"
+
+namespace cachalot::model {
+
+enum class WeightKind : uint8_t {
+  kPlain,        // BF16 or F32 as named by dtype
+  kFp8Block,     // E4M3 [out, in] with "<stem>.scale" E8M0 [ceil(out/32), ceil(in/32)]
+  kFp4Row,       // I8 [out, in/2] with "<stem>.scale" E8M0 [out, in/32]
+  kEngramTable,  // E4M3 [rows, width] with "<stem>.scale" E8M0 [rows, width/32]
+};
+
+// What a tensor does: chooses its synthetic statistics and, in training, its optimizer.
+enum class WeightRole : uint8_t {
+  kEmbedding,
+  kHead,
+  kNorm,
+  kProjection,
+  kRouter,
+  kRouterBias,
+  kSink,
+  kHcFn,
+  kHcBase,
+  kHcScale,
+  kEngramTable,
+  kEngramGate,
+  kMarkov,
+  kConfidence,
+  kVision,
+  kVisionBias,
+  kImageVector,
+};
+
+// Which parameters `inspect` counts where.
+enum class WeightPart : uint8_t { kBackbone, kEngram, kDraft, kVision };
+
+struct WeightSpec {
+  std::string name;  // "layers.3.attn.wq_a.weight"
+  Shape shape;       // logical [out, in], [rows, width], [n]; never packed
+  WeightKind kind = WeightKind::kPlain;
+  DType dtype = DType::kBF16;  // of plain weights
+  WeightRole role = WeightRole::kProjection;
+  WeightPart part = WeightPart::kBackbone;
+  int64_t layer = -1;   // backbone layer, draft stage, vision block, or -1
+  int64_t expert = -1;  // routed expert, or -1
+  int64_t shard = 0;    // 0-based official shard
+};
+
+// One tensor as it lies in a file.
+struct StoredTensor {
+  std::string name;
+  DType dtype;
+  Shape shape;
+  int64_t shard;
+};
+
+// All weights of the config, in checkpoint order. Under WeightStorage::kF32 quantized kinds become
+// plain F32.
+std::vector<WeightSpec> weight_table(const ModelConfig& config);
+
+// The one or two stored tensors of a weight (values, then scales).
+std::vector<StoredTensor> stored_tensors(const WeightSpec& spec);
+
+// Weights resolved to memory. ------------------------------------------------------------------
+
+struct HcWeights {
+  TensorView fn;     // [(2 + M) M, M D] f32: rows pre, post, comb (row-major)
+  TensorView base;   // [(2 + M) M] f32
+  TensorView scale;  // [3] f32: pre, post, comb
+};
+
+struct IndexerWeights {
+  ops::Weight wq_b;          // [HI DI, q_lora]
+  ops::Weight weights_proj;  // [HI, D]
+  ops::Weight wk;            // [DI, C]; KV sources only
+  TensorView k_norm;         // [DI] bf16; KV sources only
+};
+
+struct CompressorWeights {
+  ops::Weight wkv;    // [C, D]
+  ops::Weight wgate;  // [C, D]; ratio 2 only
+  TensorView norm;    // [C] bf16
+};
+
+struct EngramWeights {
+  ops::Weight table;    // [rows, width]
+  ops::Weight wkv;      // [(M + 1) D, columns * width]
+  TensorView q_weight;  // [M, D] bf16
+  TensorView k_weight;  // [M, D] bf16
+};
+
+struct ExpertWeights {
+  ops::Weight w1;  // gate [F, D]
+  ops::Weight w3;  // up   [F, D]
+  ops::Weight w2;  // down [D, F]
+};
+
+struct MoeWeights {
+  ops::Weight gate;                    // [E, D]
+  TensorView bias;                     // [E] f32: text tokens
+  TensorView bias_vl;                  // [E] f32: image-span tokens
+  std::vector<ExpertWeights> experts;  // E routed experts
+  std::vector<ExpertWeights> shared;   // n_shared_experts of them (0 or 1)
+};
+
+struct AttentionWeights {
+  ops::Weight wq_a;          // [q_lora, D]
+  TensorView q_norm;         // [q_lora]
+  ops::Weight wq_b;          // [H K, q_lora]
+  ops::Weight wkv;           // [K, D]
+  TensorView kv_norm;        // [K]
+  TensorView sink;           // [H] f32
+  ops::Weight wo_a;          // [groups * o_lora, H K / groups]
+  ops::Weight wo_b;          // [D, groups * o_lora]
+  CompressorWeights compressor;  // KV sources only
+  IndexerWeights indexer;        // index sources only
+};
+
+struct LayerWeights {
+  TensorView attn_norm;  // [D]
+  TensorView ffn_norm;   // [D]
+  HcWeights hc_attn;
+  HcWeights hc_ffn;
+  AttentionWeights attn;
+  MoeWeights moe;
+  EngramWeights engram;  // Engram layers only
+};
+
+struct ModelWeights {
+  ops::Weight embed;  // [V, D]
+  ops::Weight head;   // [V, D]
+  TensorView norm;    // [D]
+  std::vector<LayerWeights> layers;
+};
+
+}  // namespace cachalot::model

@@ -1,0 +1,32 @@
+#include "tensor/arena.h"
+
+#include <algorithm>
+#include <cstdlib>
+
+namespace cachalot {
+
+namespace {
+constexpr int64_t kAlign = 64;
+}  // namespace
+
+void Arena::Free::operator()(uint8_t* memory) const { std::free(memory); }
+
+void* Arena::allocate_bytes(int64_t bytes) {
+  bytes = (std::max<int64_t>(bytes, 1) + kAlign - 1) / kAlign * kAlign;
+  while (current_ < blocks_.size() && used_ + bytes > blocks_[current_].bytes) {
+    ++current_;
+    used_ = 0;
+  }
+  if (current_ == blocks_.size()) {
+    const int64_t size = std::max(bytes, block_bytes_);
+    auto* memory = static_cast<uint8_t*>(std::aligned_alloc(kAlign, static_cast<size_t>(size)));
+    CACHALOT_CHECK(memory != nullptr, size);
+    blocks_.push_back({std::unique_ptr<uint8_t[], Free>(memory), size});
+    used_ = 0;
+  }
+  void* result = blocks_[current_].memory.get() + used_;
+  used_ += bytes;
+  return result;
+}
+
+}  // namespace cachalot
