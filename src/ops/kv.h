@@ -1,0 +1,60 @@
+// How ops see the rows of a step and the caches of its requests.
+//
+// A step is T packed rows of S sequences: the rows of sequence s are row_begin[s] ..
+// row_begin[s + 1] - 1, with consecutive positions from start[s]. There is no padding.
+#pragma once
+
+#include <cstdint>
+
+#include "tensor/tensor.h"
+
+namespace cachalot::ops {
+
+// Fixed-size rows in pages: row i lies at pages[i / page_rows] + (i % page_rows) * row_bytes. The
+// struct and the page table lie in the memory of the op's device. 64-bit offsets throughout.
+struct PagedRows {
+  uint8_t* const* pages = nullptr;
+  int64_t page_rows = 1;
+  int64_t row_bytes = 0;
+
+#ifdef __CUDACC__
+  __host__ __device__
+#endif
+      uint8_t*
+      row(int64_t i) const {
+    return pages[i / page_rows] + (i % page_rows) * row_bytes;
+  }
+};
+
+// Row bookkeeping, in the memory of the op's device.
+struct StepRows {
+  int64_t rows = 0;       // T
+  int64_t sequences = 0;  // S
+  TensorView position;    // [T] i32: absolute position
+  TensorView sequence;    // [T] i32: index of the row's sequence
+  TensorView row_begin;   // [S + 1] i32
+  TensorView start;       // [S] i32: position of the sequence's first row
+  TensorView is_image;    // [T] u8: 1 for the rows of an image span
+};
+
+// The window rows that a layer's queries see. Positions >= start[s] are rows of this step (`fresh`);
+// older ones lie in the sequence's ring at slot position % window. A step leaves the ring unchanged:
+// window_commit() moves accepted rows into it, so a rejected draft needs no rollback.
+struct WindowView {
+  int64_t window = 0;              // W: a query at p sees positions max(floor, p - W + 1) .. p
+  uint8_t* const* rings = nullptr;  // [S] -> [W, row_bytes]
+  TensorView fresh;                // [T, row_bytes] u8
+  TensorView floor;                // [S] i32: first visible position (0 unless a replay clamps it)
+};
+
+// The groups that close in this step at one compression ratio, in row order. Group g of ratio r
+// consists of the positions r e .. r e + r - 1, where e is its entry.
+struct GroupRows {
+  int64_t ratio = 0;
+  int64_t groups = 0;   // G
+  TensorView row;       // [G] i32: row of the group's last token
+  TensorView sequence;  // [G] i32
+  TensorView entry;     // [G] i32
+};
+
+}  // namespace cachalot::ops

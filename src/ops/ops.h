@@ -1,0 +1,260 @@
+// The ops of the text forward: one op is about one kernel of the paper.
+//
+// Each op is an args struct of views plus a function. The function checks device, dtypes and extents
+// once, returns early on empty work, chooses a kernel of the context's backend (registry.h) and runs
+// it. Errors: kInvalidArgument for args that contradict each other, kUnimplemented if the backend has
+// no kernel for them.
+//
+// Activations ("act") are BF16 in precision `official` and F32 in `f32`; the dtype decides where
+// values are rounded: a BF16 output is rounded once, when it is stored, and a linear over FP8 or FP4
+// weights quantizes a BF16 input to FP8 blocks but takes an F32 input as it is. Cache rows are
+// quantized in both. Accumulation is FP32 (double in ref) in an order that depends on the row alone:
+// never on the other rows of the step, their number, or the number of threads.
+//
+// Letters: T rows, S sequences, D hidden, M streams, H heads, K head dim, R rotary dims (the last R of
+// a head), C = K compressed dim, HI/DI index heads and their dim, E experts, F expert width, V vocab.
+#pragma once
+
+#include <span>
+#include <vector>
+
+#include "base/status.h"
+#include "ops/context.h"
+#include "ops/kv.h"
+#include "ops/weight.h"
+
+namespace cachalot::ops {
+
+// cos and sin of FP32(position * frequency), the product rounded to FP32. -------------------------
+struct RopeTableArgs {
+  TensorView position;   // [N] i32
+  TensorView frequency;  // [R/2] f32
+  TensorView table;      // out [N, R/2, 2] f32: cos, sin
+};
+[[nodiscard]] Status rope_table(OpContext& ctx, const RopeTableArgs& args);
+
+// Token rows, copied into M identical streams. ----------------------------------------------------
+struct EmbedArgs {
+  TensorView token;  // [T] i32, each in [0, V)
+  Weight weight;     // [V, D]
+  TensorView x;      // out [T, M, D] act
+};
+[[nodiscard]] Status embed(OpContext& ctx, const EmbedArgs& args);
+
+// What a sublayer left to be added to the streams: X'_k = post_k y + sum_j comb_jk X_j. -----------
+struct Pending {
+  TensorView y;     // [T, D] act; empty: nothing pending
+  TensorView post;  // [T, M] f32
+  TensorView comb;  // [T, M, M] f32: row = source stream, column = destination
+  bool empty() const { return y.empty(); }
+};
+
+struct HcExpandArgs {
+  TensorView x;     // [T, M, D] act
+  Pending pending;  // not empty
+  TensorView out;   // out [T, M, D] act; must not alias x
+};
+[[nodiscard]] Status hc_expand(OpContext& ctx, const HcExpandArgs& args);
+
+// One hyper-connection site: expands the pending output, predicts this site's coefficients from the
+// expanded streams, collapses them with the *previous* site's `pre`, and normalizes. --------------
+struct HcSiteArgs {
+  TensorView x;         // [T, M, D] act
+  Pending pending;      // may be empty
+  TensorView pre;       // [T, M] f32: predicted by the previous site
+  TensorView fn;        // [(2 + M) M, M D] f32
+  TensorView base;      // [(2 + M) M] f32
+  TensorView scale;     // [3] f32: pre, post, comb
+  TensorView norm;      // [D] bf16|f32
+  float rms_eps = 0;    // of both RMS statistics
+  float hc_eps = 0;     // of the coefficients
+  int sinkhorn_iters = 0;
+  TensorView x_out;     // out [T, M, D] act: the expanded streams; equals x if nothing is pending
+  TensorView pre_out;   // out [T, M] f32
+  TensorView post_out;  // out [T, M] f32
+  TensorView comb_out;  // out [T, M, M] f32
+  TensorView u;         // out [T, D] act: norm(collapse(x_out, pre))
+};
+[[nodiscard]] Status hc_site(OpContext& ctx, const HcSiteArgs& args);
+
+// y = x W^T for one or several weights that share their input. -----------------------------------
+struct LinearTarget {
+  const Weight* weight = nullptr;
+  TensorView y;  // out [T, out] act or f32
+};
+struct LinearArgs {
+  TensorView x;  // [T, groups * in] act
+  std::span<const LinearTarget> targets;
+  // Block-diagonal: rows [g out/groups, (g+1) out/groups) of the weight see only group g of x.
+  int64_t groups = 1;
+  // False keeps a BF16 input unquantized even for FP8 weights (wo_a of the official reference).
+  bool quantize_input = true;
+};
+[[nodiscard]] Status linear(OpContext& ctx, const LinearArgs& args);
+
+// r = q_norm(t); window row = FP8(RoPE(kv_norm(kv))). ---------------------------------------------
+struct QkvFinishArgs {
+  TensorView t;        // [T, q_lora] act
+  TensorView q_norm;   // [q_lora]
+  TensorView kv;       // [T, K] act
+  TensorView kv_norm;  // [K]
+  TensorView rope;     // [T, R/2, 2] f32
+  float rms_eps = 0;
+  TensorView r;        // out [T, q_lora] act
+  TensorView fresh;    // out [T, window_row_bytes(K)] u8
+};
+[[nodiscard]] Status qkv_finish(OpContext& ctx, const QkvFinishArgs& args);
+
+// Pools each closing group to its latent: softmax over the group's gates per channel (ratio 2) or the
+// row itself (ratio 1), then RMSNorm. Rows before the step come from the open group. --------------
+struct CompressPoolArgs {
+  GroupRows groups;
+  StepRows rows;
+  TensorView kv;               // [T, C] f32 (ratio 2), act (ratio 1)
+  TensorView gate;             // [T, C] f32 (ratio 2); empty (ratio 1)
+  const float* const* open = nullptr;  // ratio 2: [S] -> [2, C]: kv and gate of the unpaired token
+  TensorView norm;             // [C]
+  float rms_eps = 0;
+  TensorView latent;           // out [G, C] act
+};
+[[nodiscard]] Status compress_pool(OpContext& ctx, const CompressPoolArgs& args);
+
+// Appends the closing groups to the caches: the rotated latent as a main row, the normalized and
+// rotated index key as an index row. --------------------------------------------------------------
+struct CompressStoreArgs {
+  GroupRows groups;
+  TensorView latent;  // [G, C] act, not rotated
+  TensorView key;     // [G, DI] act, not normalized
+  TensorView k_norm;  // [DI]
+  TensorView rope;    // [G, R/2, 2] f32: at the group's first position
+  float rms_eps = 0;
+  const PagedRows* main = nullptr;   // [S]
+  const PagedRows* index = nullptr;  // [S]
+};
+[[nodiscard]] Status compress_store(OpContext& ctx, const CompressStoreArgs& args);
+
+// Index scores S[p, j] = sum_h w_h relu(q_h . k_j) * DI^-1/2 HI^-1/2 in FP32 over the visible entries
+// (those with (j + 1) ratio <= p + 1), then the best k. Ties: the lower entry wins; -0 equals +0. --
+struct IndexSelectArgs {
+  StepRows rows;
+  int64_t ratio = 1;
+  TensorView q;                      // [T, HI * DI] act, not rotated
+  TensorView w;                      // [T, HI] act
+  TensorView rope;                   // [T, R/2, 2] f32
+  const PagedRows* index = nullptr;  // [S]
+  // Consumer: only entries of these blocks (ascending ids, -1 behind them) compete. Empty: all do.
+  TensorView candidates;  // [T, B] i32
+  // Source: publishes the best B blocks by their best score; the newest visible entry's block is
+  // always among them. Empty: none are published. A source is not itself restricted.
+  TensorView candidates_out;  // out [T, B] i32, ascending, -1 behind
+  int64_t candidate_block = 0;
+  TensorView selected;  // out [T, k] i32, ascending, -1 behind
+};
+[[nodiscard]] Status index_select(OpContext& ctx, const IndexSelectArgs& args);
+
+// Attention of every head over the window and the selected entries, with RoPE on q, a sink in the
+// denominator, and the inverse rotation on the output. K = V = the cached row. ---------------------
+// Official rounding (act = BF16): keys in blocks of 64 (window ascending, then entries ascending), the
+// unnormalized probabilities rounded to BF16 against the running maximum, the denominator in FP32.
+struct AttendArgs {
+  StepRows rows;
+  TensorView q;     // [T, H * K] act, not rotated
+  TensorView rope;  // [T, R/2, 2] f32
+  WindowView window;
+  const PagedRows* main = nullptr;  // [S]; null in window-only layers
+  TensorView selected;              // [T, k] i32 ascending, -1 behind; empty in window-only layers
+  TensorView sink;                  // [H] f32
+  TensorView o;                     // out [T, H * K] act
+};
+[[nodiscard]] Status attend(OpContext& ctx, const AttendArgs& args);
+
+// Moves the first accepted[s] fresh rows of every sequence into its ring. --------------------------
+struct WindowCommitArgs {
+  StepRows rows;
+  WindowView window;
+  TensorView accepted;  // [S] i32, each in [0, rows of s]
+};
+[[nodiscard]] Status window_commit(OpContext& ctx, const WindowCommitArgs& args);
+
+// Router: scores = sqrt(softplus(x Wg^T / temp)); the best k of scores + bias (bias_vl for image rows;
+// ties: the lower id), ascending; weights = score / (sum of the chosen + 1e-20) * scale. -----------
+struct GateArgs {
+  StepRows rows;       // is_image
+  TensorView x;        // [T, D] act
+  Weight weight;       // [E, D] bf16|f32
+  TensorView bias;     // [E] f32
+  TensorView bias_vl;  // [E] f32
+  float temperature = 1;
+  float scale = 1;
+  TensorView forced;   // [T, k] i32 to use instead of the best; empty: choose
+  TensorView experts;  // out [T, k] i32 ascending
+  TensorView weights;  // out [T, k] f32
+};
+[[nodiscard]] Status gate(OpContext& ctx, const GateArgs& args);
+
+// Routed and shared experts: SwiGLU with up clamped to +-limit and gate clamped from above; a routed
+// expert multiplies by its weight before w2. Routed outputs (rounded to act) are summed in FP32 in
+// ascending expert order, the shared output is added, one rounding at the end. ---------------------
+struct ExpertView {
+  Weight w1;  // gate [F, D]
+  Weight w3;  // up [F, D]
+  Weight w2;  // down [D, F]
+};
+struct ExpertsArgs {
+  TensorView x;        // [T, D] act
+  TensorView experts;  // [T, k] i32 ascending
+  TensorView weights;  // [T, k] f32
+  std::span<const ExpertView> routed;  // E
+  std::span<const ExpertView> shared;  // 0 or 1
+  float limit = 0;
+  TensorView y;        // out [T, D] act
+};
+[[nodiscard]] Status experts(OpContext& ctx, const ExpertsArgs& args);
+
+// Engram rows: hashes of the last n-grams of class ids. --------------------------------------------
+// classes holds, for each sequence, N - 1 look-back classes and then its rows' classes; a blocked
+// position (before the start, or in an image span) has class -1 and blocks everything behind it.
+struct EngramHashArgs {
+  StepRows rows;
+  TensorView classes;     // [T + S (N - 1)] i32: sequence s starts at row_begin[s] + s (N - 1)
+  TensorView multiplier;  // [N] i64
+  TensorView prime;       // [N - 1, heads] i64
+  TensorView offset;      // [N - 1, heads] i64
+  int32_t blocked_class = 0;
+  TensorView ids;         // out [T, (N - 1) heads] i32
+};
+[[nodiscard]] Status engram_hash(OpContext& ctx, const EngramHashArgs& args);
+
+struct EngramGatherArgs {
+  TensorView ids;  // [T, columns] i32
+  Weight table;    // [rows, width] kFp8Row or f32
+  TensorView e;    // out [T, columns * width] act
+};
+[[nodiscard]] Status engram_gather(OpContext& ctx, const EngramGatherArgs& args);
+
+// x_i += gate_i value; gate_i = sigmoid(signed_sqrt(rms(x_i) . rms(key_i))), 0 in image spans. ------
+struct EngramInjectArgs {
+  StepRows rows;
+  TensorView x;         // [T, M, D] act
+  TensorView kv;        // [T, (M + 1) D] act: M keys, then the value
+  TensorView q_weight;  // [M, D]
+  TensorView k_weight;  // [M, D]
+  float rms_eps = 0;
+  TensorView out;       // out [T, M, D] act; may alias x
+};
+[[nodiscard]] Status engram_inject(OpContext& ctx, const EngramInjectArgs& args);
+
+// Logits of chosen rows: expand, collapse with `pre`, norm, x W^T in FP32. -------------------------
+struct HeadArgs {
+  TensorView select;  // [N] i32 rows of x
+  TensorView x;       // [T, M, D] act
+  Pending pending;    // not empty
+  TensorView pre;     // [T, M] f32
+  TensorView norm;    // [D]
+  float rms_eps = 0;
+  Weight weight;      // [V, D] bf16|f32
+  TensorView logits;  // out [N, V] f32
+};
+[[nodiscard]] Status head(OpContext& ctx, const HeadArgs& args);
+
+}  // namespace cachalot::ops

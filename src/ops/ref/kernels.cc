@@ -1,0 +1,30 @@
+#include "ops/ref/kernels.h"
+
+#include "ops/registry.h"
+
+namespace cachalot::ops {
+
+const KernelSet& ref_kernels() {
+  static const KernelSet set = {
+      .rope_table = {{"loops", ref::rope_table}},
+      .embed = {{"loops", ref::embed}},
+      .hc_expand = {{"loops", ref::hc_expand}},
+      .hc_site = {{"loops", ref::hc_site}},
+      .linear = {{"loops", ref::linear}},
+      .qkv_finish = {{"loops", ref::qkv_finish}},
+      .compress_pool = {{"loops", ref::compress_pool}},
+      .compress_store = {{"loops", ref::compress_store}},
+      .index_select = {{"loops", ref::index_select}},
+      .attend = {{"loops", ref::attend}},
+      .window_commit = {{"loops", ref::window_commit}},
+      .gate = {{"loops", ref::gate}},
+      .experts = {{"loops", ref::experts}},
+      .engram_hash = {{"loops", ref::engram_hash}},
+      .engram_gather = {{"loops", ref::engram_gather}},
+      .engram_inject = {{"loops", ref::engram_inject}},
+      .head = {{"loops", ref::head}},
+  };
+  return set;
+}
+
+}  // namespace cachalot::ops
