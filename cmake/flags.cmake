@@ -3,7 +3,7 @@ add_library(cachalot_flags INTERFACE)
 add_library(cachalot::flags ALIAS cachalot_flags)
 target_include_directories(cachalot_flags INTERFACE ${CMAKE_SOURCE_DIR}/src)
 target_compile_options(cachalot_flags INTERFACE
-  $<$<COMPILE_LANGUAGE:CXX>:-Wall -Wextra -Wshadow -fno-math-errno>
+  $<$<COMPILE_LANGUAGE:CXX>:-Wall -Wextra -Wshadow -Wno-missing-field-initializers -fno-math-errno>
   # Fused multiply-adds appear only where the source asks for them: results do not depend on what the
   # compiler chose to contract.
   $<$<COMPILE_LANGUAGE:CXX>:-ffp-contract=off>)

@@ -5,11 +5,12 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <string>
 #include <vector>
 
 #include "model/config.h"
-#include "ops/weight.h"
+#include "ops/ops.h"
 #include "tensor/tensor.h"
 
 namespace cachalot::model {
@@ -100,18 +101,12 @@ struct EngramWeights {
   TensorView k_weight;  // [M, D] bf16
 };
 
-struct ExpertWeights {
-  ops::Weight w1;  // gate [F, D]
-  ops::Weight w3;  // up   [F, D]
-  ops::Weight w2;  // down [D, F]
-};
-
 struct MoeWeights {
   ops::Weight gate;                    // [E, D]
   TensorView bias;                     // [E] f32: text tokens
   TensorView bias_vl;                  // [E] f32: image-span tokens
-  std::vector<ExpertWeights> experts;  // E routed experts
-  std::vector<ExpertWeights> shared;   // n_shared_experts of them (0 or 1)
+  std::vector<ops::ExpertView> experts;  // E routed experts
+  std::vector<ops::ExpertView> shared;   // n_shared_experts of them (0 or 1)
 };
 
 struct AttentionWeights {
@@ -143,5 +138,14 @@ struct ModelWeights {
   TensorView norm;    // [D]
   std::vector<LayerWeights> layers;
 };
+
+// The memory of a stored tensor by its name.
+using TensorLookup = std::function<TensorView(const std::string& name)>;
+
+// One matrix with its scales.
+ops::Weight resolve_weight(const WeightSpec& spec, const TensorLookup& lookup);
+
+// All backbone and Engram weights. Fields that a layer's mode does not have stay empty.
+ModelWeights resolve_weights(const ModelConfig& config, const TensorLookup& lookup);
 
 }  // namespace cachalot::model

@@ -5,6 +5,7 @@
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
 #include "tensor/tensor.h"
 
@@ -55,6 +56,20 @@ struct GroupRows {
   TensorView row;       // [G] i32: row of the group's last token
   TensorView sequence;  // [G] i32
   TensorView entry;     // [G] i32
+};
+
+// One request's caches as the forward pass sees them. The memory belongs to whoever runs the model.
+struct SourceView {
+  PagedRows main;              // compressed rows, one per entry
+  PagedRows index;             // index keys, one per entry
+  float* open_group = nullptr;  // ratio 2: [2, C] kv and gate of the unpaired token
+};
+struct SequenceView {
+  int64_t length = 0;                // positions whose effects are in the caches
+  std::vector<uint8_t*> rings;       // per backbone layer: [W, window row bytes]
+  std::vector<SourceView> sources;   // per KV source layer
+  // Engram classes of the last N - 1 positions, oldest first; -1: before the start, or an image.
+  std::vector<int32_t> lookback;
 };
 
 }  // namespace cachalot::ops

@@ -329,7 +329,9 @@ Status head(OpContext& ctx, const HeadArgs& args) {
   check_streams(check, "x", args.x);
   CACHALOT_RETURN_IF_ERROR(check.status());
   const int64_t n = args.select.dim(0), d = args.x.dim(2);
-  check_pending(check, args.pending, args.x);
+  if (!args.pending.empty()) {
+    check_pending(check, args.pending, args.x);
+  }
   check.tensor("select", args.select, {DType::kI32}, {n})
       .tensor("pre", args.pre, {DType::kF32}, {args.x.dim(0), args.x.dim(1)})
       .tensor("norm", args.norm, kParam, {d})

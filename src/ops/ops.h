@@ -248,7 +248,7 @@ struct EngramInjectArgs {
 struct HeadArgs {
   TensorView select;  // [N] i32 rows of x
   TensorView x;       // [T, M, D] act
-  Pending pending;    // not empty
+  Pending pending;    // may be empty
   TensorView pre;     // [T, M] f32
   TensorView norm;    // [D]
   float rms_eps = 0;

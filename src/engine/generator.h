@@ -1,0 +1,80 @@
+// Generation and scoring over a Runtime: several requests at once, prefill in chunks.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "engine/dump.h"
+#include "engine/runtime.h"
+#include "engine/sampler.h"
+
+namespace cachalot::engine {
+
+using TokenLogprob = std::pair<int32_t, float>;
+
+struct GenerateRequest {
+  std::vector<int32_t> prompt;  // at least one token
+  SamplingParams sampling;
+  int64_t max_tokens = 16;
+  std::vector<std::string> stop;  // ends the text before the first of these
+  std::vector<int32_t> stop_ids;  // in addition to EOS
+  bool ignore_eos = false;
+  int64_t top_logprobs = 0;  // alternatives per output token
+};
+
+enum class FinishReason : uint8_t { kStop, kLength };
+
+struct GenerateResult {
+  std::vector<int32_t> token_ids;  // without the EOS that ended it
+  std::vector<float> logprobs;     // of token_ids, under the unmodified distribution
+  std::vector<std::vector<TokenLogprob>> top;
+  std::string text;
+  FinishReason finish = FinishReason::kLength;
+  double prefill_seconds = 0;
+  double decode_seconds = 0;
+};
+
+struct GeneratorOptions {
+  int64_t chunk = 512;       // prompt tokens per step
+  int64_t max_running = 16;  // requests in flight
+};
+
+class Generator {
+ public:
+  Generator(Runtime& runtime, GeneratorOptions options) : runtime_(runtime), options_(options) {}
+
+  // Text of a request as it becomes certain: whole characters, and nothing that a stop string may
+  // still claim. Called with the request's index.
+  using OnText = std::function<void(size_t, std::string_view)>;
+
+  // Runs all requests; a result depends on its own request alone. With an observer requests run one
+  // after the other.
+  Result<std::vector<GenerateResult>> generate(const std::vector<GenerateRequest>& requests,
+                                               DumpObserver* observer = nullptr,
+                                               const OnText& on_text = nullptr);
+
+  // The log-probability of every token given those before it. logprobs[0] and top[0] are empty.
+  struct Score {
+    std::vector<std::optional<float>> logprobs;
+    std::vector<std::vector<TokenLogprob>> top;
+  };
+  Result<Score> score(const std::vector<int32_t>& tokens,
+                      int64_t top,
+                      DumpObserver* observer = nullptr);
+
+ private:
+  struct Running;
+  Status advance(std::vector<Running>& running,
+                 model::StepRunner& runner,
+                 DumpObserver* observer,
+                 const OnText& on_text);
+
+  Runtime& runtime_;
+  GeneratorOptions options_;
+};
+
+}  // namespace cachalot::engine

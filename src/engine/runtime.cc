@@ -1,0 +1,107 @@
+#include "engine/runtime.h"
+
+#include <limits>
+
+#include "base/clock.h"
+#include "base/format.h"
+#include "ops/registry.h"
+#include "quant/block.h"
+#include "text/token_classes.h"
+
+namespace cachalot::engine {
+
+kvcache::CacheLayout cache_layout(const model::ModelConfig& config, int64_t page_tokens) {
+  kvcache::CacheLayout layout;
+  layout.layers = config.num_hidden_layers;
+  layout.window = config.sliding_window;
+  layout.window_row_bytes = quant::window_row_bytes(config.head_dim);
+  layout.main_row_bytes = quant::main_row_bytes(config.head_dim);
+  layout.index_row_bytes = quant::index_row_bytes(config.index_head_dim);
+  for (int64_t source : config.kv_source_layer_ids) {
+    layout.ratios.push_back(config.compress_ratios[static_cast<size_t>(source)]);
+  }
+  layout.compressed_dim = config.head_dim;
+  layout.lookback = config.engram_layer_ids.empty() ? 0 : config.engram_max_ngram_size - 1;
+  layout.page_tokens = page_tokens > 0 ? page_tokens : config.sliding_window < 64 ? 16 : 128;
+  return layout;
+}
+
+Result<std::vector<int32_t>> engram_token_map(const text::Tokenizer& tokenizer,
+                                              int64_t vocab_size,
+                                              int64_t classes) {
+  std::vector<int32_t> map;
+  if (classes == vocab_size) {
+    for (int64_t id = 0; id < vocab_size; ++id) {
+      map.push_back(static_cast<int32_t>(id));
+    }
+    return map;
+  }
+  CACHALOT_TRY(map, text::token_classes(tokenizer));
+  int64_t found = 0;
+  for (int32_t id : map) {
+    found = std::max<int64_t>(found, id + 1);
+  }
+  if (found != classes) {
+    return invalid("the tokenizer has {} Engram classes, engram_compressed_vocab_size is {}",
+                   found,
+                   classes);
+  }
+  return map;
+}
+
+Result<std::unique_ptr<Runtime>> Runtime::open(const std::string& directory,
+                                               const RuntimeOptions& options) {
+  const double started = now_seconds();
+  if (options.mode == Mode::kReplay) {
+    return error(Code::kUnimplemented, "mode replay is not available; use --mode exact");
+  }
+  if (ops::kernels(options.backend).linear.empty()) {
+    return error(Code::kUnimplemented,
+                 "backend {} is not part of this build",
+                 ops::backend_name(options.backend));
+  }
+  CACHALOT_TRY(model::Checkpoint checkpoint, model::Checkpoint::open(directory));
+  CACHALOT_TRY(text::Tokenizer tokenizer, text::Tokenizer::load(directory + "/tokenizer.json"));
+  const model::ModelConfig& config = checkpoint.config();
+  if (tokenizer.vocab_size() > config.vocab_size) {
+    return invalid("'{}/tokenizer.json' has {} tokens, vocab_size is {}",
+                   directory,
+                   tokenizer.vocab_size(),
+                   config.vocab_size);
+  }
+  std::unique_ptr<Runtime> runtime(new Runtime(std::move(checkpoint), std::move(tokenizer)));
+  runtime->directory_ = directory;
+  runtime->options_ = options;
+  std::vector<int32_t> classes;
+  if (!config.engram_layer_ids.empty()) {
+    CACHALOT_TRY(classes,
+                 engram_token_map(runtime->tokenizer_,
+                                  config.vocab_size,
+                                  config.engram_compressed_vocab_size)
+                     .with(directory + "/tokenizer.json"));
+  }
+  CACHALOT_TRY(runtime->model_,
+               model::make_model(runtime->checkpoint_.config(),
+                                 runtime->checkpoint_.weights(),
+                                 std::move(classes)));
+  runtime->layout_ = cache_layout(runtime->model_.config, options.page_tokens);
+  const int64_t max_pages =
+      options.max_cached_tokens > 0
+          ? (options.max_cached_tokens + runtime->layout_.page_tokens - 1) /
+                runtime->layout_.page_tokens
+          : std::numeric_limits<int64_t>::max();
+  runtime->pages_ =
+      std::make_unique<kvcache::PagePool>(std::max<int64_t>(runtime->layout_.page_bytes(), 1), max_pages);
+  runtime->threads_ = std::make_unique<ThreadPool>(options.threads);
+  runtime->load_seconds_ = now_seconds() - started;
+  return runtime;
+}
+
+std::unique_ptr<model::StepRunner> Runtime::make_runner() {
+  ops::OpContext context;
+  context.backend = options_.backend;
+  context.pool = options_.backend == ops::Backend::kCpu ? threads_.get() : nullptr;
+  return std::make_unique<model::StepRunner>(model_, context, options_.precision);
+}
+
+}  // namespace cachalot::engine

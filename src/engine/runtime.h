@@ -1,0 +1,79 @@
+// A loaded model with everything it needs to run: checkpoint, tokenizer, threads, caches.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "base/status.h"
+#include "base/thread_pool.h"
+#include "kvcache/page_pool.h"
+#include "kvcache/sequence_cache.h"
+#include "model/checkpoint.h"
+#include "model/model.h"
+#include "model/step.h"
+#include "text/tokenizer.h"
+
+namespace cachalot::engine {
+
+enum class Mode : uint8_t {
+  kExact,   // every row through every layer
+  kReplay,  // bounded replays where the model is trained for them
+};
+
+struct RuntimeOptions {
+  ops::Backend backend = ops::Backend::kCpu;
+  int threads = 0;  // 0: one per processor
+  Mode mode = Mode::kExact;
+  model::Precision precision = model::Precision::kOfficial;
+  int64_t page_tokens = 0;  // 0: 128, or 16 for models with a window below 64
+  int64_t max_cached_tokens = 0;  // 0: bounded by memory alone
+};
+
+// The caches that a model's requests need.
+kvcache::CacheLayout cache_layout(const model::ModelConfig& config, int64_t page_tokens);
+
+// Engram's token map: the identity if every token is its own class, else derived from the tokenizer,
+// which must then have exactly `classes` classes.
+Result<std::vector<int32_t>> engram_token_map(const text::Tokenizer& tokenizer,
+                                              int64_t vocab_size,
+                                              int64_t classes);
+
+class Runtime {
+ public:
+  // Opens a checkpoint directory. Errors name the file; unsupported options are kUnimplemented.
+  static Result<std::unique_ptr<Runtime>> open(const std::string& directory,
+                                               const RuntimeOptions& options);
+
+  const model::Model& model() const { return model_; }
+  const text::Tokenizer& tokenizer() const { return tokenizer_; }
+  const RuntimeOptions& options() const { return options_; }
+  const std::string& directory() const { return directory_; }
+  const kvcache::CacheLayout& layout() const { return layout_; }
+  kvcache::PagePool& pages() { return *pages_; }
+  ThreadPool& threads() { return *threads_; }
+  double load_seconds() const { return load_seconds_; }
+
+  std::unique_ptr<kvcache::SequenceCache> make_cache() {
+    return std::make_unique<kvcache::SequenceCache>(layout_, *pages_);
+  }
+  // An executor of this model; several may exist, one runs at a time.
+  std::unique_ptr<model::StepRunner> make_runner();
+
+ private:
+  Runtime(model::Checkpoint checkpoint, text::Tokenizer tokenizer)
+      : checkpoint_(std::move(checkpoint)), tokenizer_(std::move(tokenizer)) {}
+
+  std::string directory_;
+  RuntimeOptions options_;
+  model::Checkpoint checkpoint_;
+  text::Tokenizer tokenizer_;
+  model::Model model_;
+  kvcache::CacheLayout layout_;
+  std::unique_ptr<kvcache::PagePool> pages_;
+  std::unique_ptr<ThreadPool> threads_;
+  double load_seconds_ = 0;
+};
+
+}  // namespace cachalot::engine

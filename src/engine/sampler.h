@@ -1,0 +1,56 @@
+// From logits to a token.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <span>
+#include <utility>
+#include <vector>
+
+#include "base/status.h"
+
+namespace cachalot::engine {
+
+struct SamplingParams {
+  float temperature = 1.0f;  // 0: the best token (ties: the lower id)
+  int64_t top_k = 0;         // keep the best k; 0: all
+  float top_p = 1.0f;        // keep the smallest best set of at least this mass
+  float min_p = 0.0f;        // drop tokens below min_p times the best probability
+  float repetition_penalty = 1.0f;  // divides (positive) or multiplies (negative) logits of seen ids
+  float frequency_penalty = 0.0f;   // subtracted per occurrence in the output
+  float presence_penalty = 0.0f;    // subtracted once per id in the output
+  std::map<int32_t, float> logit_bias;
+  uint64_t seed = 0;
+};
+
+// Ranges as the OpenAI API defines them; the error names the field and the value.
+Status validate(const SamplingParams& params, int64_t vocab_size);
+
+// ln softmax of one row, natural logarithm, accumulated in double. [V] -> [V]
+std::vector<float> log_softmax(std::span<const float> logits);
+
+// The `count` best (id, log-probability), best first; ties: the lower id.
+std::vector<std::pair<int32_t, float>> top_logprobs(std::span<const float> logprobs, int64_t count);
+
+// Draws tokens for one request. The draw for output position i depends on the seed, i and the logits
+// alone: not on other requests, and not on how often sample() ran before.
+class Sampler {
+ public:
+  explicit Sampler(SamplingParams params) : params_(std::move(params)) {}
+
+  // Counts prompt ids for the repetition penalty.
+  void see_prompt(std::span<const int32_t> tokens);
+
+  // The token for the next output position; `logits` is not changed. Does not count the token as
+  // output: accept() does.
+  int32_t sample(std::span<const float> logits) const;
+  void accept(int32_t token);
+
+ private:
+  SamplingParams params_;
+  std::map<int32_t, int64_t> output_count_;
+  std::map<int32_t, int64_t> prompt_count_;
+  uint64_t position_ = 0;
+};
+
+}  // namespace cachalot::engine

@@ -1,0 +1,31 @@
+// The shape of one request's caches.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+namespace cachalot::kvcache {
+
+// Bytes and rows of every cache kind of one model, filled in from its config by whoever binds the two.
+struct CacheLayout {
+  int64_t layers = 0;            // backbone layers, each with a window ring
+  int64_t window = 0;            // slots of a ring
+  int64_t window_row_bytes = 0;
+  int64_t main_row_bytes = 0;
+  int64_t index_row_bytes = 0;
+  std::vector<int64_t> ratios;   // compression ratio of every KV source
+  int64_t compressed_dim = 0;    // channels of an open group's kv and gate
+  int64_t lookback = 0;          // Engram classes kept, N - 1 (0 without Engram)
+  int64_t page_tokens = 128;     // positions per page of the global cache; a multiple of every ratio
+
+  bool operator==(const CacheLayout&) const = default;
+
+  // Bytes of all sources for one page of positions.
+  int64_t page_bytes() const;
+  // Global cache bytes per position: 890 for the released model.
+  double bytes_per_token() const;
+  // Window rings of one request.
+  int64_t window_bytes() const { return layers * window * window_row_bytes; }
+};
+
+}  // namespace cachalot::kvcache

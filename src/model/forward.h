@@ -1,0 +1,127 @@
+// The architecture, written once.
+//
+// A forward pass is a template over an execution policy E. InferExec (infer_exec.h) runs each op over
+// the caches of a step; a training policy can record the same calls on a tape. Nothing here knows
+// which. The members that E must have are exactly the calls below; their tensors are E::Var, and the
+// letters in comments are those of ops/ops.h.
+//
+// Hyper-connections delay the application of a sublayer's output: hc_site() of the next site expands
+// it into the streams while it reads them anyway. `Stream` is what flows from site to site.
+#pragma once
+
+#include <cstdint>
+
+#include "model/model.h"
+
+namespace cachalot::model {
+
+template <class Var>
+struct PendingVar {
+  Var y;     // [T, D]
+  Var post;  // [T, M]
+  Var comb;  // [T, M, M]
+};
+
+template <class Var>
+struct Stream {
+  Var x;                    // [T, M, D]
+  PendingVar<Var> pending;  // the last sublayer's output, not yet in x; empty at the start
+  Var pre;                  // [T, M] collapse weights that the last site predicted for the next one
+};
+
+// A site's results: the expanded streams, this site's coefficients, and the sublayer's input.
+template <class Var>
+struct Site {
+  Var x, pre, post, comb;
+  Var u;  // [T, D]
+};
+
+// What layers publish for the layers behind them.
+template <class Var>
+struct Published {
+  Var candidates;  // [T, B] blocks of the candidate source
+  Var selected;    // [T, k] entries of the last index source
+};
+
+// Engram: [T, M, D] -> [T, M, D].
+template <class E>
+typename E::Var engram(E& e, const LayerSpec& layer, const EngramWeights& w, typename E::Var x) {
+  const auto rows = e.engram_gather(layer, w.table);  // [T, columns * width]
+  const auto kv = e.linear(rows, w.wkv);              // [T, (M + 1) D]
+  return e.engram_inject(x, kv, w);
+}
+
+// The source layer's compressed rows and index keys for the groups that close in this step.
+template <class E>
+void compress(E& e, const LayerSpec& layer, const AttentionWeights& w, typename E::Var u) {
+  typename E::Var kv, gate;  // [T, C]
+  if (layer.ratio == 1) {
+    kv = e.linear(u, w.compressor.wkv);
+  } else {
+    kv = e.linear_f32(u, w.compressor.wkv);
+    gate = e.linear_f32(u, w.compressor.wgate);
+  }
+  const auto latent = e.compress_pool(layer, kv, gate, w.compressor.norm);  // [G, C]
+  const auto key = e.linear(latent, w.indexer.wk);                          // [G, DI]
+  e.compress_store(layer, latent, key, w.indexer.k_norm);
+}
+
+// [T, D] -> [T, D].
+template <class E>
+typename E::Var attention(E& e,
+                          const LayerSpec& layer,
+                          const AttentionWeights& w,
+                          typename E::Var u,
+                          Published<typename E::Var>& published) {
+  const auto [t, kv] = e.linear_pair(u, w.wq_a, w.wkv);                  // [T, q_lora], [T, K]
+  const auto [r, window] = e.qkv_finish(layer, t, w.q_norm, kv, w.kv_norm);
+  const auto q = e.linear(r, w.wq_b);                                    // [T, H K]
+  if (layer.mode == LayerMode::kFull) {
+    compress(e, layer, w, u);
+  }
+  if (layer.index_source == layer.index) {
+    const auto index_q = e.linear(r, w.indexer.wq_b);          // [T, HI DI]
+    const auto index_w = e.linear(u, w.indexer.weights_proj);  // [T, HI]
+    e.index_select(layer, index_q, index_w, published);
+  }
+  const auto o = e.attend(layer, q, window, w.sink, published.selected);  // [T, H K]
+  const auto z = e.linear_grouped(o, w.wo_a);                             // [T, groups o_lora]
+  return e.linear(z, w.wo_b);
+}
+
+// [T, D] -> [T, D].
+template <class E>
+typename E::Var moe(E& e, const LayerSpec& layer, const MoeWeights& w, typename E::Var u) {
+  const auto [experts, weights] = e.gate(layer, u, w);  // [T, k] ids, [T, k]
+  return e.experts(u, experts, weights, w);
+}
+
+// Token ids -> logits of the rows that the step asks for, [N, V].
+template <class E>
+typename E::Var forward(E& e, const Model& model) {
+  using Var = typename E::Var;
+  Published<Var> published;
+  Stream<Var> stream{.x = e.embed(model.weights.embed), .pending = {}, .pre = e.first_pre()};
+  for (const LayerSpec& layer : model.layers) {
+    const LayerWeights& w = model.weights.layers[static_cast<size_t>(layer.index)];
+    if (layer.engram >= 0) {
+      e.hc_expand(stream);
+      stream.x = engram(e, layer, w.engram, stream.x);
+      e.observe_engram(layer, stream.x);
+    }
+    const Site<Var> a = e.hc_site(stream, w.hc_attn, w.attn_norm);
+    e.observe_attention_input(layer, a.u);
+    const Var y = attention(e, layer, w.attn, a.u, published);
+    stream = {a.x, {y, a.post, a.comb}, a.pre};
+    e.observe_attention(layer, stream);
+
+    const Site<Var> f = e.hc_site(stream, w.hc_ffn, w.ffn_norm);
+    e.observe_ffn_input(layer, f.u);
+    const Var z = moe(e, layer, w.moe, f.u);
+    stream = {f.x, {z, f.post, f.comb}, f.pre};
+    e.observe_ffn(layer, stream);
+  }
+  return e.head(stream, model.weights.norm, model.weights.head);
+}
+
+}  // namespace cachalot::model

@@ -1,0 +1,520 @@
+#include "model/infer_exec.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "base/format.h"
+#include "quant/block.h"
+
+namespace cachalot::model {
+
+InferExec::InferExec(const Model& model,
+                     ops::OpContext& context,
+                     Precision precision,
+                     Arena& memory,
+                     const StepPlan& plan,
+                     std::span<const StepSequence> sequences,
+                     Observer* observer)
+    : model_(model),
+      ctx_(context),
+      act_(precision == Precision::kOfficial ? DType::kBF16 : DType::kF32),
+      memory_(memory),
+      plan_(plan),
+      sequences_(sequences),
+      observer_(observer) {
+  const ModelConfig& c = model.config;
+  const auto s = static_cast<int64_t>(sequences.size());
+  rows_ = {.rows = plan.rows,
+           .sequences = s,
+           .position = upload(plan.position),
+           .sequence = upload(plan.sequence),
+           .row_begin = upload(plan.row_begin),
+           .start = upload(plan.start),
+           .is_image = upload_bytes(plan.is_image)};
+  token_ = upload(plan.token);
+  window_rope_ = rope_table(plan.position, model.window_frequency);
+  compressed_rope_ = rope_table(plan.position, model.compressed_frequency);
+  zero_floor_ = upload(std::vector<int32_t>(static_cast<size_t>(s), 0));
+  for (const auto& [ratio, groups] : plan.groups) {
+    ratios_[ratio] = {.groups = {.ratio = ratio,
+                                 .groups = static_cast<int64_t>(groups.row.size()),
+                                 .row = upload(groups.row),
+                                 .sequence = upload(groups.sequence),
+                                 .entry = upload(groups.entry)},
+                      .rope = rope_table(groups.position, model.compressed_frequency)};
+  }
+  for (int64_t layer = 0; layer < c.num_hidden_layers; ++layer) {
+    auto** rings = memory_.allocate_array<uint8_t*>(s);
+    for (int64_t i = 0; i < s; ++i) {
+      rings[i] = sequences[static_cast<size_t>(i)].view->rings[static_cast<size_t>(layer)];
+    }
+    windows_.push_back({.window = c.sliding_window, .rings = rings, .floor = zero_floor_});
+  }
+  for (size_t source = 0; source < c.kv_source_layer_ids.size(); ++source) {
+    auto* main = memory_.allocate_array<ops::PagedRows>(s);
+    auto* index = memory_.allocate_array<ops::PagedRows>(s);
+    auto** open = memory_.allocate_array<const float*>(s);
+    for (int64_t i = 0; i < s; ++i) {
+      const ops::SourceView& view = sequences[static_cast<size_t>(i)].view->sources[source];
+      main[i] = view.main;
+      index[i] = view.index;
+      open[i] = view.open_group;
+    }
+    sources_.push_back({main, index, open});
+  }
+  if (!model.engram.empty()) {
+    classes_ = upload(plan.classes);
+  }
+}
+
+TensorView InferExec::upload(const std::vector<int32_t>& values) {
+  Var view = make(DType::kI32, {static_cast<int64_t>(values.size())});
+  std::copy(values.begin(), values.end(), view.as<int32_t>());
+  return view;
+}
+
+TensorView InferExec::upload_bytes(const std::vector<uint8_t>& values) {
+  Var view = make(DType::kU8, {static_cast<int64_t>(values.size())});
+  std::copy(values.begin(), values.end(), view.as<uint8_t>());
+  return view;
+}
+
+TensorView InferExec::upload_longs(const std::vector<int64_t>& values, const Shape& shape) {
+  Var view = make(DType::kI64, shape);
+  std::copy(values.begin(), values.end(), view.as<int64_t>());
+  return view;
+}
+
+TensorView InferExec::rope_table(const std::vector<int32_t>& positions,
+                                 const std::vector<float>& frequency) {
+  const auto half = static_cast<int64_t>(frequency.size());
+  Var f = make(DType::kF32, {half});
+  std::copy(frequency.begin(), frequency.end(), f.as<float>());
+  const Var table = make(DType::kF32, {static_cast<int64_t>(positions.size()), half, 2});
+  run(ops::rope_table(ctx_, {.position = upload(positions), .frequency = f, .table = table}));
+  return table;
+}
+
+const TensorView& InferExec::rope(const LayerSpec& layer) const {
+  return layer.ratio == 0 ? window_rope_ : compressed_rope_;
+}
+
+int64_t InferExec::most_entries(int64_t ratio) const {
+  int64_t most = 0;
+  for (int32_t p : plan_.position) {
+    most = std::max(most, (p + int64_t{1}) / ratio);
+  }
+  return most;
+}
+
+// Observation. -----------------------------------------------------------------------------------
+
+std::string InferExec::name(const LayerSpec& layer, const char* what) const {
+  return format("layers.{}.{}", layer.index, what);
+}
+
+void InferExec::observe(const LayerSpec& layer, const char* what, const Var& rows) {
+  if (observer_ != nullptr && !failed()) {
+    observer_->visit(name(layer, what), rows, observed_rows());
+  }
+}
+
+// Ids that an observer left behind must be -1 (where that is allowed) or below the row's limit.
+void InferExec::check_ids(const LayerSpec& layer,
+                          const char* what,
+                          const Var& ids,
+                          const std::function<int64_t(int64_t)>& limit) {
+  const int64_t width = ids.dim(1), lowest = std::strcmp(what, "selected") == 0 ? -1 : 0;
+  for (int64_t i = 0; i < ids.shape.elements(); ++i) {
+    const int32_t id = ids.as<int32_t>()[i];
+    if (id < lowest || id >= limit(i / width)) {
+      run(invalid("prescribed '{}': row {} has id {}, the limit is {}",
+                  name(layer, what),
+                  i / width,
+                  id,
+                  limit(i / width)));
+      return;
+    }
+  }
+}
+
+// Streams are shown expanded; what the observer leaves there is what the next site reads.
+void InferExec::observe_stream(const LayerSpec& layer, const char* what, StreamVar& stream) {
+  if (observer_ != nullptr && !failed()) {
+    hc_expand(stream);
+    observe(layer, what, stream.x);
+  }
+}
+
+void InferExec::observe_engram(const LayerSpec& layer, Var& x) { observe(layer, "engram", x); }
+void InferExec::observe_attention_input(const LayerSpec& layer, const Var& u) {
+  observe(layer, "attn_in", u);
+}
+void InferExec::observe_attention(const LayerSpec& layer, StreamVar& stream) {
+  observe(layer, "attn_out", stream.pending.y);
+  observe_stream(layer, "attn", stream);
+}
+void InferExec::observe_ffn_input(const LayerSpec& layer, const Var& u) {
+  observe(layer, "ffn_in", u);
+}
+void InferExec::observe_ffn(const LayerSpec& layer, StreamVar& stream) {
+  observe(layer, "ffn_out", stream.pending.y);
+  observe_stream(layer, "ffn", stream);
+}
+
+// Ops. -------------------------------------------------------------------------------------------
+
+TensorView InferExec::embed(const ops::Weight& weight) {
+  const Var x = make(act_, {plan_.rows, model_.config.hc_mult, model_.config.hidden_size});
+  run(ops::embed(ctx_, {.token = token_, .weight = weight, .x = x}));
+  if (observer_ != nullptr && !failed()) {
+    observer_->visit("embed", x, observed_rows());
+  }
+  return x;
+}
+
+TensorView InferExec::first_pre() {
+  const int64_t m = model_.config.hc_mult;
+  std::vector<float> rows(static_cast<size_t>(plan_.rows * m), 0.0f);
+  for (size_t i = 0; i < rows.size(); i += static_cast<size_t>(m)) {
+    rows[i] = 1.0f;
+  }
+  const Var pre = make(DType::kF32, {plan_.rows, m});
+  std::copy(rows.begin(), rows.end(), pre.as<float>());
+  return pre;
+}
+
+TensorView InferExec::linear(Var x, const ops::Weight& w) {
+  const Var y = make(act_, {x.dim(0), w.out});
+  const ops::LinearTarget target{&w, y};
+  if (!failed()) {
+    run(ops::linear(ctx_, {.x = x, .targets = {&target, 1}}));
+  }
+  return y;
+}
+
+TensorView InferExec::linear_f32(Var x, const ops::Weight& w) {
+  const Var y = make(DType::kF32, {x.dim(0), w.out});
+  const ops::LinearTarget target{&w, y};
+  if (!failed()) {
+    run(ops::linear(ctx_, {.x = x, .targets = {&target, 1}}));
+  }
+  return y;
+}
+
+TensorView InferExec::linear_grouped(Var x, const ops::Weight& w) {
+  const Var y = make(act_, {x.dim(0), w.out});
+  const ops::LinearTarget target{&w, y};
+  if (!failed()) {
+    run(ops::linear(ctx_,
+                    {.x = x,
+                     .targets = {&target, 1},
+                     .groups = model_.config.o_groups,
+                     .quantize_input = false}));
+  }
+  return y;
+}
+
+std::pair<TensorView, TensorView> InferExec::linear_pair(Var x,
+                                                         const ops::Weight& a,
+                                                         const ops::Weight& b) {
+  const std::array<ops::LinearTarget, 2> targets{
+      ops::LinearTarget{&a, make(act_, {x.dim(0), a.out})},
+      ops::LinearTarget{&b, make(act_, {x.dim(0), b.out})}};
+  if (!failed()) {
+    run(ops::linear(ctx_, {.x = x, .targets = targets}));
+  }
+  return {targets[0].y, targets[1].y};
+}
+
+void InferExec::hc_expand(StreamVar& stream) {
+  if (stream.pending.y.empty()) {
+    return;
+  }
+  const Var out = make(act_, stream.x.shape);
+  if (!failed()) {
+    run(ops::hc_expand(ctx_,
+                       {.x = stream.x,
+                        .pending = {stream.pending.y, stream.pending.post, stream.pending.comb},
+                        .out = out}));
+  }
+  stream.x = out;
+  stream.pending = {};
+}
+
+Site<TensorView> InferExec::hc_site(const StreamVar& stream,
+                                    const HcWeights& w,
+                                    const TensorView& norm) {
+  const ModelConfig& c = model_.config;
+  const int64_t t = plan_.rows, m = c.hc_mult;
+  const SiteVar site{.x = stream.pending.y.empty() ? stream.x : make(act_, stream.x.shape),
+                     .pre = make(DType::kF32, {t, m}),
+                     .post = make(DType::kF32, {t, m}),
+                     .comb = make(DType::kF32, {t, m, m}),
+                     .u = make(act_, {t, c.hidden_size})};
+  if (!failed()) {
+    run(ops::hc_site(
+        ctx_,
+        {.x = stream.x,
+         .pending = {stream.pending.y, stream.pending.post, stream.pending.comb},
+         .pre = stream.pre,
+         .fn = w.fn,
+         .base = w.base,
+         .scale = w.scale,
+         .norm = norm,
+         .rms_eps = static_cast<float>(c.rms_norm_eps),
+         .hc_eps = static_cast<float>(c.hc_eps),
+         .sinkhorn_iters = static_cast<int>(c.hc_sinkhorn_iters),
+         .x_out = site.x,
+         .pre_out = site.pre,
+         .post_out = site.post,
+         .comb_out = site.comb,
+         .u = site.u}));
+  }
+  return site;
+}
+
+std::pair<TensorView, TensorView> InferExec::qkv_finish(const LayerSpec& layer,
+                                                        Var t,
+                                                        const TensorView& q_norm,
+                                                        Var kv,
+                                                        const TensorView& kv_norm) {
+  const Var r = make(act_, t.shape);
+  const Var fresh = make(DType::kU8, {t.dim(0), quant::window_row_bytes(kv.dim(1))});
+  if (!failed()) {
+    run(ops::qkv_finish(ctx_,
+                        {.t = t,
+                         .q_norm = q_norm,
+                         .kv = kv,
+                         .kv_norm = kv_norm,
+                         .rope = rope(layer),
+                         .rms_eps = static_cast<float>(model_.config.rms_norm_eps),
+                         .r = r,
+                         .fresh = fresh}));
+  }
+  observe(layer, "window_codes", fresh);
+  windows_[static_cast<size_t>(layer.index)].fresh = fresh;
+  return {r, fresh};
+}
+
+TensorView InferExec::compress_pool(const LayerSpec& layer,
+                                    Var kv,
+                                    Var gate,
+                                    const TensorView& norm) {
+  const RatioPlan& ratio = ratios_.at(layer.ratio);
+  const int64_t source = model_.source_slot(layer.index);
+  if (layer.ratio == 2) {
+    group_inputs_[source] = {kv, gate};
+  }
+  const Var latent = make(act_, {ratio.groups.groups, norm.dim(0)});
+  if (!failed()) {
+    run(ops::compress_pool(ctx_,
+                           {.groups = ratio.groups,
+                            .rows = rows_,
+                            .kv = kv,
+                            .gate = gate,
+                            .open = sources_[static_cast<size_t>(source)].open,
+                            .norm = norm,
+                            .rms_eps = static_cast<float>(model_.config.rms_norm_eps),
+                            .latent = latent}));
+  }
+  return latent;
+}
+
+void InferExec::compress_store(const LayerSpec& layer,
+                               Var latent,
+                               Var key,
+                               const TensorView& k_norm) {
+  const RatioPlan& ratio = ratios_.at(layer.ratio);
+  const SourceTables& source =
+      sources_[static_cast<size_t>(model_.source_slot(layer.index))];
+  if (!failed()) {
+    run(ops::compress_store(ctx_,
+                            {.groups = ratio.groups,
+                             .latent = latent,
+                             .key = key,
+                             .k_norm = k_norm,
+                             .rope = ratio.rope,
+                             .rms_eps = static_cast<float>(model_.config.rms_norm_eps),
+                             .main = source.main,
+                             .index = source.index}));
+  }
+  if (observer_ == nullptr || failed()) {
+    return;
+  }
+  const StepPlan::Groups& groups = plan_.groups.at(layer.ratio);
+  for (size_t g = 0; g < groups.row.size(); ++g) {
+    const int32_t s = groups.sequence[g], entry = groups.entry[g];
+    const auto row = [&](const ops::PagedRows& pages) {
+      return std::span<uint8_t>(pages.row(entry), static_cast<size_t>(pages.row_bytes));
+    };
+    observer_->visit_entry(name(layer, "main_codes"), s, entry, row(source.main[s]));
+    observer_->visit_entry(name(layer, "index_codes"), s, entry, row(source.index[s]));
+  }
+}
+
+void InferExec::index_select(const LayerSpec& layer, Var q, Var w, Published<Var>& published) {
+  const ModelConfig& c = model_.config;
+  const int64_t entries = most_entries(layer.ratio);
+  const SourceTables& source =
+      sources_[static_cast<size_t>(model_.source_slot(layer.kv_source))];
+  ops::IndexSelectArgs args{
+      .rows = rows_,
+      .ratio = layer.ratio,
+      .q = q,
+      .w = w,
+      .rope = rope(layer),
+      .index = source.index,
+      .candidate_block = c.candidate_block_size,
+      .selected = make(DType::kI32, {plan_.rows, std::min(c.index_topk, entries)})};
+  if (layer.publishes_candidates) {
+    const int64_t blocks =
+        (entries + c.candidate_block_size - 1) / c.candidate_block_size;
+    args.candidates_out =
+        make(DType::kI32, {plan_.rows, std::min(c.candidate_topk_blocks, blocks)});
+  } else if (layer.candidate_source >= 0) {
+    args.candidates = published.candidates;
+  }
+  if (!failed()) {
+    run(ops::index_select(ctx_, args));
+  }
+  if (layer.publishes_candidates) {
+    published.candidates = args.candidates_out;
+    observe(layer, "candidates", published.candidates);
+  }
+  published.selected = args.selected;
+}
+
+TensorView InferExec::attend(const LayerSpec& layer,
+                             Var q,
+                             Var window,
+                             const TensorView& sink,
+                             Var selected) {
+  if (layer.ratio > 0 && observer_ != nullptr) {
+    observe(layer, "selected", selected);
+    check_ids(layer, "selected", selected, [&](int64_t row) {
+      return (plan_.position[static_cast<size_t>(row)] + int64_t{1}) / layer.ratio;
+    });
+  }
+  ops::AttendArgs args{.rows = rows_,
+                       .q = q,
+                       .rope = rope(layer),
+                       .window = windows_[static_cast<size_t>(layer.index)],
+                       .sink = sink,
+                       .o = make(act_, q.shape)};
+  args.window.fresh = window;
+  if (layer.ratio > 0) {
+    args.main = sources_[static_cast<size_t>(model_.source_slot(layer.kv_source))].main;
+    args.selected = selected;
+  }
+  if (!failed()) {
+    run(ops::attend(ctx_, args));
+  }
+  return args.o;
+}
+
+std::pair<TensorView, TensorView> InferExec::gate(const LayerSpec& layer,
+                                                  Var u,
+                                                  const MoeWeights& w) {
+  const ModelConfig& c = model_.config;
+  const Shape shape{plan_.rows, c.num_experts_per_tok};
+  ops::GateArgs args{.rows = rows_,
+                     .x = u,
+                     .weight = w.gate,
+                     .bias = w.bias,
+                     .bias_vl = w.bias_vl,
+                     .temperature = static_cast<float>(c.gate_temp),
+                     .scale = static_cast<float>(c.routed_scaling_factor),
+                     .experts = make(DType::kI32, shape),
+                     .weights = make(DType::kF32, shape)};
+  const Var forced = make(DType::kI32, shape);
+  if (observer_ != nullptr && !failed()) {
+    // The own choice is shown before a prescribed one replaces it.
+    run(ops::gate(ctx_, args));
+    observe(layer, "experts", args.experts);
+    if (observer_->forced_experts(layer.index, forced, observed_rows())) {
+      check_ids(layer, "experts", forced, [&](int64_t) { return c.n_routed_experts; });
+      args.forced = forced;
+    }
+  }
+  if (!failed()) {
+    run(ops::gate(ctx_, args));
+  }
+  return {args.experts, args.weights};
+}
+
+TensorView InferExec::experts(Var u, Var ids, Var weights, const MoeWeights& w) {
+  const Var y = make(act_, u.shape);
+  if (!failed()) {
+    run(ops::experts(ctx_,
+                     {.x = u,
+                      .experts = ids,
+                      .weights = weights,
+                      .routed = w.experts,
+                      .shared = w.shared,
+                      .limit = static_cast<float>(model_.config.swiglu_limit),
+                      .y = y}));
+  }
+  return y;
+}
+
+TensorView InferExec::engram_gather(const LayerSpec& layer, const ops::Weight& table) {
+  const EngramConstants& constants = model_.engram[static_cast<size_t>(layer.engram)];
+  const int64_t n = model_.config.engram_max_ngram_size, heads = model_.config.engram_n_heads;
+  const int64_t columns = (n - 1) * heads;
+  const Var ids = make(DType::kI32, {plan_.rows, columns});
+  const Var rows = make(act_, {plan_.rows, columns * table.in});
+  if (!failed()) {
+    run(ops::engram_hash(
+        ctx_,
+        {.rows = rows_,
+         .classes = classes_,
+         .multiplier = upload_longs(constants.multiplier, {n}),
+         .prime = upload_longs(constants.prime, {n - 1, heads}),
+         .offset = upload_longs(constants.offset, {n - 1, heads}),
+         .blocked_class =
+             model_.token_class[static_cast<size_t>(model_.config.engram_pad_token_id)],
+         .ids = ids}));
+  }
+  if (!failed()) {
+    run(ops::engram_gather(ctx_, {.ids = ids, .table = table, .e = rows}));
+  }
+  return rows;
+}
+
+TensorView InferExec::engram_inject(Var x, Var kv, const EngramWeights& w) {
+  const Var out = make(act_, x.shape);
+  if (!failed()) {
+    run(ops::engram_inject(ctx_,
+                           {.rows = rows_,
+                            .x = x,
+                            .kv = kv,
+                            .q_weight = w.q_weight,
+                            .k_weight = w.k_weight,
+                            .rms_eps = static_cast<float>(model_.config.rms_norm_eps),
+                            .out = out}));
+  }
+  return out;
+}
+
+TensorView InferExec::head(const StreamVar& stream,
+                           const TensorView& norm,
+                           const ops::Weight& weight) {
+  const Var logits =
+      make(DType::kF32, {static_cast<int64_t>(plan_.logit_rows.size()), weight.out});
+  if (!failed()) {
+    run(ops::head(
+        ctx_,
+        {.select = upload(plan_.logit_rows),
+         .x = stream.x,
+         .pending = {stream.pending.y, stream.pending.post, stream.pending.comb},
+         .pre = stream.pre,
+         .norm = norm,
+         .rms_eps = static_cast<float>(model_.config.rms_norm_eps),
+         .weight = weight,
+         .logits = logits}));
+  }
+  return logits;
+}
+
+}  // namespace cachalot::model

@@ -1,0 +1,143 @@
+// InferExec: the execution policy that runs each op of forward() at once, over the caches of a step.
+#pragma once
+
+#include <array>
+#include <functional>
+#include <map>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "model/forward.h"
+#include "model/step.h"
+#include "ops/ops.h"
+
+namespace cachalot::model {
+
+// The packed rows of a step, on the host and as the ops see them.
+struct StepPlan {
+  int64_t rows = 0;
+  std::vector<int32_t> token, position, sequence, row_begin, start;
+  std::vector<uint8_t> is_image;
+  std::vector<int32_t> logit_rows;
+  std::vector<int32_t> classes;  // look-back and rows, see EngramHashArgs
+  struct Groups {
+    std::vector<int32_t> row, sequence, entry, position;
+  };
+  std::map<int64_t, Groups> groups;  // by compression ratio
+};
+
+class InferExec {
+ public:
+  using Var = TensorView;
+  using StreamVar = Stream<Var>;
+  using SiteVar = Site<Var>;
+
+  InferExec(const Model& model,
+            ops::OpContext& context,
+            Precision precision,
+            Arena& memory,
+            const StepPlan& plan,
+            std::span<const StepSequence> sequences,
+            Observer* observer);
+
+  // The first error of any op; ops after it do nothing.
+  const Status& status() const { return status_; }
+
+  // Calls of forward(). -------------------------------------------------------------------------
+  Var embed(const ops::Weight& weight);
+  Var first_pre();
+  Var linear(Var x, const ops::Weight& w);
+  Var linear_f32(Var x, const ops::Weight& w);
+  Var linear_grouped(Var x, const ops::Weight& w);
+  std::pair<Var, Var> linear_pair(Var x, const ops::Weight& a, const ops::Weight& b);
+  void hc_expand(StreamVar& stream);
+  SiteVar hc_site(const StreamVar& stream, const HcWeights& w, const TensorView& norm);
+  std::pair<Var, Var> qkv_finish(const LayerSpec& layer,
+                                 Var t,
+                                 const TensorView& q_norm,
+                                 Var kv,
+                                 const TensorView& kv_norm);
+  Var compress_pool(const LayerSpec& layer, Var kv, Var gate, const TensorView& norm);
+  void compress_store(const LayerSpec& layer, Var latent, Var key, const TensorView& k_norm);
+  void index_select(const LayerSpec& layer, Var q, Var w, Published<Var>& published);
+  Var attend(const LayerSpec& layer, Var q, Var window, const TensorView& sink, Var selected);
+  std::pair<Var, Var> gate(const LayerSpec& layer, Var u, const MoeWeights& w);
+  Var experts(Var u, Var ids, Var weights, const MoeWeights& w);
+  Var engram_gather(const LayerSpec& layer, const ops::Weight& table);
+  Var engram_inject(Var x, Var kv, const EngramWeights& w);
+  Var head(const StreamVar& stream, const TensorView& norm, const ops::Weight& weight);
+
+  void observe_engram(const LayerSpec& layer, Var& x);
+  void observe_attention_input(const LayerSpec& layer, const Var& u);
+  void observe_attention(const LayerSpec& layer, StreamVar& stream);
+  void observe_ffn_input(const LayerSpec& layer, const Var& u);
+  void observe_ffn(const LayerSpec& layer, StreamVar& stream);
+
+  // What commit() needs. ------------------------------------------------------------------------
+  const ops::StepRows& step_rows() const { return rows_; }
+  const ops::WindowView& window(int64_t layer) const {
+    return windows_[static_cast<size_t>(layer)];
+  }
+  // kv and gate rows of a ratio-2 source, [T, C] f32 each.
+  struct GroupInput {
+    Var kv, gate;
+  };
+  const std::map<int64_t, GroupInput>& group_inputs() const { return group_inputs_; }
+
+ private:
+  struct RatioPlan {
+    ops::GroupRows groups;
+    Var rope;  // [G, R/2, 2]
+  };
+
+  void run(const Status& status) {
+    if (status_.ok() && !status.ok()) {
+      status_ = status;
+    }
+  }
+  bool failed() const { return !status_.ok(); }
+  Var make(DType dtype, const Shape& shape) { return memory_.allocate(dtype, shape); }
+  Var upload(const std::vector<int32_t>& values);
+  Var upload_bytes(const std::vector<uint8_t>& values);
+  Var upload_longs(const std::vector<int64_t>& values, const Shape& shape);
+  Var rope_table(const std::vector<int32_t>& positions, const std::vector<float>& frequency);
+  const Var& rope(const LayerSpec& layer) const;
+  // Longest visible entry list of any row at a ratio.
+  int64_t most_entries(int64_t ratio) const;
+  void observe(const LayerSpec& layer, const char* what, const Var& rows);
+  void observe_stream(const LayerSpec& layer, const char* what, StreamVar& stream);
+  void check_ids(const LayerSpec& layer,
+                 const char* what,
+                 const Var& ids,
+                 const std::function<int64_t(int64_t)>& limit);
+  std::string name(const LayerSpec& layer, const char* what) const;
+  ObservedRows observed_rows() const { return {plan_.row_begin, plan_.start}; }
+
+  const Model& model_;
+  ops::OpContext& ctx_;
+  DType act_;
+  Arena& memory_;
+  const StepPlan& plan_;
+  std::span<const StepSequence> sequences_;
+  Observer* observer_;
+  Status status_;
+
+  ops::StepRows rows_;
+  Var token_;
+  Var window_rope_, compressed_rope_;
+  Var classes_;
+  Var zero_floor_;
+  std::map<int64_t, RatioPlan> ratios_;
+  std::vector<ops::WindowView> windows_;  // per layer
+  struct SourceTables {
+    const ops::PagedRows* main;
+    const ops::PagedRows* index;
+    const float* const* open;
+  };
+  std::vector<SourceTables> sources_;  // per KV source
+  std::map<int64_t, GroupInput> group_inputs_;
+};
+
+}  // namespace cachalot::model

@@ -1,0 +1,51 @@
+// One step: new tokens of several requests through the whole model.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "base/status.h"
+#include "model/model.h"
+#include "model/observer.h"
+#include "ops/context.h"
+#include "ops/kv.h"
+
+namespace cachalot::model {
+
+enum class Precision : uint8_t {
+  kOfficial,  // BF16 activations, FP8 linear inputs
+  kF32,       // neither; the cache formats stay
+};
+
+// One request's share of a step.
+struct StepSequence {
+  ops::SequenceView* view = nullptr;     // rows from view->length on are new
+  std::span<const int32_t> tokens;       // ids in [0, V), at least one
+  std::span<const uint8_t> image;        // 1: row of an image span; empty: none are
+  bool all_logits = false;               // logits of every row, else of the last one only
+  bool no_logits = false;                // none (a prefill chunk before the last)
+};
+
+// Runs steps over one execution context. Not thread-safe; one step at a time.
+class StepRunner {
+ public:
+  StepRunner(const Model& model, ops::OpContext context, Precision precision);
+  ~StepRunner();
+
+  // Runs the step and leaves every sequence's view as it was, except for compressed rows behind
+  // `length`, which the next step may overwrite. Returns the logits [N, V] f32, in sequence and row
+  // order; they stay valid until the next run(). Tokens outside of the vocabulary are an error.
+  Result<TensorView> run(std::span<const StepSequence> sequences, Observer* observer = nullptr);
+
+  // Makes the first accepted[s] rows of the last step part of sequence s: window rings, open groups,
+  // look-back and length. Fewer than were run: the rest never happened.
+  Status commit(std::span<const int32_t> accepted);
+
+ private:
+  struct State;
+  std::unique_ptr<State> state_;
+};
+
+}  // namespace cachalot::model
