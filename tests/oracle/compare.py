@@ -32,7 +32,9 @@ from . import formats
 
 NEAR = {"f32": 1e-5, "official": 2.0**-7}
 QUERY_FLIP = 0.05
-FLIPPED, CODES_FLIPPED, FLIP_ULPS = 0.25, 0.01, 64
+# On `t1` FP32 noise alone breaks the rule in up to 0.22 of the rows, a missing or misplaced
+# rounding point in 0.39 or more.
+FLIPPED, CODES_FLIPPED, FLIP_ULPS = 0.33, 0.01, 64
 QUANTIZERS = {
     "window_codes": (formats.FP8, "head_dim"),
     "main_codes": (formats.FP4_MAIN, "head_dim"),

@@ -340,7 +340,7 @@ class Forward:
             if layer in config.index_source_layer_ids:
                 self.select(layer, r, u, table)
             entries = self.main[config.kv_source(layer)]
-            selected = self.point(f"layers.{layer}.selected", self.selected)
+            selected = self.selected = self.point(f"layers.{layer}.selected", self.selected)
 
         o = self.bf16(self.attend(q, window, entries, selected, self.weight(name + "attn_sink")))
         if "no-inverse-rope" not in self.ablate:
