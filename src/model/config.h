@@ -116,6 +116,9 @@ Result<ModelConfig> parse_config(std::string_view json, const std::string& sourc
 // multiples of 32, sane upper bounds). The error names the key and the value.
 Status validate(const ModelConfig& config);
 
+// Recomputes engram_num_embeddings from the other engram fields; an error if those are out of bounds.
+Status derive_engram_rows(ModelConfig& config);
+
 // The nested official spelling, readable by parse_config().
 std::string config_to_json(const ModelConfig& config);
 
@@ -123,8 +126,10 @@ std::string config_to_json(const ModelConfig& config);
 // names. Every preset is valid.
 Result<ModelConfig> preset_config(std::string_view name);
 
-// Applies "key=value" to a config by its official key: integers, numbers, and lists as "[1, 2]".
-// Not validated: several settings may be needed before the config is consistent again.
+// Applies "key=value" to a config by its official key: integers, numbers, and lists as "[1, 2]"; nested
+// keys as "rope_scaling.factor" and "vision_config.hidden_size". An engram key also recomputes
+// engram_num_embeddings. Not validated: several settings may be needed before the config is consistent
+// again.
 Status set_config_value(ModelConfig& config, std::string_view assignment);
 
 }  // namespace cachalot::model

@@ -56,6 +56,9 @@ struct WeightSpec {
   int64_t layer = -1;   // backbone layer, draft stage, vision block, or -1
   int64_t expert = -1;  // routed expert, or -1
   int64_t shard = 0;    // 0-based official shard
+  // Statistics of synthetic weights: about N(mean, deviation^2).
+  double mean = 0;
+  double deviation = 0;
 };
 
 // One tensor as it lies in a file.
