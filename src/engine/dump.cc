@@ -14,19 +14,13 @@ float element(const TensorView& view, int64_t i) {
                                     : view.as<float>()[i];
 }
 
-bool is_choice(const std::string& name) {
-  return name.ends_with(".selected") || name.ends_with(".experts");
-}
-
 // Dumps hold F32, I32 and U8.
 DType dump_dtype(DType dtype) { return dtype == DType::kBF16 ? DType::kF32 : dtype; }
 
 }  // namespace
 
-DumpObserver::DumpObserver(std::string dump_dir, std::string prescribed_dir, Prescribe prescribe)
-    : dump_dir_(std::move(dump_dir)),
-      prescribed_dir_(std::move(prescribed_dir)),
-      prescribe_(prescribe) {}
+DumpObserver::DumpObserver(std::string dump_dir, std::string prescribed_dir)
+    : dump_dir_(std::move(dump_dir)), prescribed_dir_(std::move(prescribed_dir)) {}
 
 DumpObserver::~DumpObserver() = default;
 
@@ -106,65 +100,38 @@ void DumpObserver::collect(const std::string& name, const TensorView& rows) {
   }
 }
 
-const TensorView* DumpObserver::prescribed(const std::string& name, int64_t first, int64_t count) {
-  if (file_ == nullptr || (prescribe_ == Prescribe::kChoices && !is_choice(name))) {
-    return nullptr;
+bool DumpObserver::prescribe(const std::string& name, const TensorView& ids, int64_t first) {
+  const TensorView* source = file_ == nullptr ? nullptr : file_->find(name);
+  const int64_t count = ids.dim(0), width = ids.dim(1);
+  if (source == nullptr || count == 0 || width == 0) {
+    return false;
   }
-  const TensorView* view = file_->find(name);
-  if (view == nullptr) {
-    return nullptr;
-  }
-  if (view->shape.rank < 1 || view->dim(0) < first + count) {
+  if (source->dtype != DType::kI32 || source->shape.rank != 2 || source->dim(0) < first + count) {
     if (fault_.ok()) {
-      fault_ = invalid("{}: tensor '{}' has {} rows, row {} is needed",
-                       file_->path(),
-                       name,
-                       view->shape.rank < 1 ? 0 : view->dim(0),
-                       first + count - 1);
-    }
-    return nullptr;
-  }
-  return view;
-}
-
-void DumpObserver::overwrite(const std::string& name, const TensorView& rows, int64_t first) {
-  const int64_t count = rows.dim(0);
-  const TensorView* source = prescribed(name, first, count);
-  if (source == nullptr || count == 0) {
-    return;
-  }
-  const int64_t width = rows.shape.elements() / count;
-  const int64_t source_width = source->shape.elements() / source->dim(0);
-  const bool ids = rows.dtype == DType::kI32;
-  if (source->dtype != dump_dtype(rows.dtype) || (!ids && source_width != width)) {
-    if (fault_.ok()) {
-      fault_ = invalid("{}: tensor '{}' is {} {}, expected rows of {} {}",
+      fault_ = invalid("{}: tensor '{}' is {} {}, I32 with at least {} rows is needed",
                        file_->path(),
                        name,
                        dtype_name(source->dtype),
                        to_string(source->shape),
-                       width,
-                       dtype_name(dump_dtype(rows.dtype)));
+                       first + count);
     }
-    return;
+    return false;
   }
+  const int64_t source_width = source->dim(1);
   for (int64_t row = 0; row < count; ++row) {
-    const int64_t from = (first + row) * source_width, to = row * width;
-    if (ids) {
-      for (int64_t i = 0; i < width; ++i) {
-        rows.as<int32_t>()[to + i] = i < source_width ? source->as<int32_t>()[from + i] : -1;
+    for (int64_t i = 0; i < width; ++i) {
+      int32_t id = -1;
+      if (i < source_width) {
+        // A mapped tensor need not be aligned.
+        std::memcpy(&id,
+                    static_cast<const uint8_t*>(source->data) +
+                        ((first + row) * source_width + i) * 4,
+                    4);
       }
-    } else if (rows.dtype == DType::kBF16) {
-      for (int64_t i = 0; i < width; ++i) {
-        rows.as<bf16>()[to + i] = bf16(source->as<float>()[from + i]);
-      }
-    } else {
-      const int64_t size = dtype_bytes(rows.dtype);
-      std::memcpy(static_cast<uint8_t*>(rows.data) + to * size,
-                  static_cast<const uint8_t*>(source->data) + from * size,
-                  static_cast<size_t>(width * size));
+      ids.as<int32_t>()[row * width + i] = id;
     }
   }
+  return true;
 }
 
 void DumpObserver::visit(const std::string& name,
@@ -172,30 +139,25 @@ void DumpObserver::visit(const std::string& name,
                          const model::ObservedRows& where) {
   CACHALOT_CHECK(where.start.size() == 1, where.start.size());
   collect(name, rows);
-  // The router's own choice is replaced through forced_experts(): its weights follow from it.
-  if (!name.ends_with(".experts")) {
-    overwrite(name, rows, where.start[0]);
+  if (name.ends_with(".selected")) {
+    prescribe(name, rows, where.start[0]);
   }
 }
 
 void DumpObserver::visit_entry(const std::string& name,
                                int64_t,
-                               int64_t entry,
-                               std::span<uint8_t> row) {
-  const TensorView view(row.data(), DType::kU8, {1, static_cast<int64_t>(row.size())});
-  collect(name, view);
-  overwrite(name, view, entry);
+                               int64_t,
+                               std::span<const uint8_t> row) {
+  collect(name,
+          TensorView(const_cast<uint8_t*>(row.data()),
+                     DType::kU8,
+                     {1, static_cast<int64_t>(row.size())}));
 }
 
 bool DumpObserver::forced_experts(int64_t layer,
                                   const TensorView& experts,
                                   const model::ObservedRows& where) {
-  const std::string name = format("layers.{}.experts", layer);
-  if (prescribed(name, where.start[0], experts.dim(0)) == nullptr) {
-    return false;
-  }
-  overwrite(name, experts, where.start[0]);
-  return fault_.ok();
+  return prescribe(format("layers.{}.experts", layer), experts, where.start[0]);
 }
 
 }  // namespace cachalot::engine

@@ -1,7 +1,7 @@
-// Dumps of intermediate values, and their use as prescribed values.
+// Dumps of intermediate values, and their router choices and selections as prescribed ones.
 //
 // A dump is a directory with one file r.safetensors per request r; docs/numerics.md lists the tensors.
-// Prescribing (`--force`, `--feed`) reads the same files.
+// Prescribing (`--force`) reads `layers.L.experts` and `layers.L.selected` of the same files.
 #pragma once
 
 #include <cstdint>
@@ -15,16 +15,11 @@
 
 namespace cachalot::engine {
 
-enum class Prescribe : uint8_t {
-  kChoices,  // router choices and selected entries
-  kAll,      // every tensor of the file: each sublayer then starts from the file's values
-};
-
 // Observes the steps of one request at a time.
 class DumpObserver : public model::Observer {
  public:
   // Either directory may be empty.
-  DumpObserver(std::string dump_dir, std::string prescribed_dir, Prescribe prescribe);
+  DumpObserver(std::string dump_dir, std::string prescribed_dir);
   ~DumpObserver() override;
 
   // Starts request `index`; opens its prescribed file.
@@ -38,7 +33,7 @@ class DumpObserver : public model::Observer {
   void visit_entry(const std::string& name,
                    int64_t sequence,
                    int64_t entry,
-                   std::span<uint8_t> row) override;
+                   std::span<const uint8_t> row) override;
   bool forced_experts(int64_t layer,
                       const TensorView& experts,
                       const model::ObservedRows& where) override;
@@ -52,12 +47,12 @@ class DumpObserver : public model::Observer {
   };
 
   void collect(const std::string& name, const TensorView& rows);
-  const TensorView* prescribed(const std::string& name, int64_t first, int64_t count);
-  void overwrite(const std::string& name, const TensorView& rows, int64_t first);
+  // Replaces the rows of `ids` [n, k] i32 by those of the prescribed tensor from row `first` on; false
+  // if the file has no such tensor or it does not fit.
+  bool prescribe(const std::string& name, const TensorView& ids, int64_t first);
 
   std::string dump_dir_;
   std::string prescribed_dir_;
-  Prescribe prescribe_;
   int64_t index_ = 0;
   std::map<std::string, Collected> collected_;
   std::unique_ptr<io::SafetensorsFile> file_;

@@ -346,7 +346,7 @@ void InferExec::compress_store(const LayerSpec& layer,
   for (size_t g = 0; g < groups.row.size(); ++g) {
     const int32_t s = groups.sequence[g], entry = groups.entry[g];
     const auto row = [&](const ops::PagedRows& pages) {
-      return std::span<uint8_t>(pages.row(entry), static_cast<size_t>(pages.row_bytes));
+      return std::span<const uint8_t>(pages.row(entry), static_cast<size_t>(pages.row_bytes));
     };
     observer_->visit_entry(name(layer, "main_codes"), s, entry, row(source.main[s]));
     observer_->visit_entry(name(layer, "index_codes"), s, entry, row(source.index[s]));

@@ -1,0 +1,318 @@
+// cachalot bench: speed against the machine's measured limits.
+#include <algorithm>
+#include <cstdio>
+#include <memory>
+#include <set>
+
+#include "base/clock.h"
+#include "base/format.h"
+#include "base/json.h"
+#include "base/rng.h"
+#include "cli/command.h"
+#include "cli/run_flags.h"
+#include "model/accounting.h"
+#include "ops/cpu/machine.h"
+#include "ops/ops.h"
+#include "ops/registry.h"
+#include "quant/block.h"
+
+namespace cachalot::cli {
+namespace {
+
+struct BenchFlags {
+  RunFlags run;
+  int64_t batch = 1;
+  int64_t context = 512;
+  int64_t tokens = 512;
+  int repeats = 7;
+};
+
+struct Measurement {
+  std::string name, backend, shape;
+  std::vector<double> seconds;
+  double bytes = 0;
+  double flops = 0;       // multiply and add counted apart
+  double ceiling = 0;     // bytes or flops per second
+  bool bound_by_bytes = true;
+};
+
+void print(Measurement m) {
+  std::sort(m.seconds.begin(), m.seconds.end());
+  const double median = m.seconds[m.seconds.size() / 2];
+  JsonWriter w;
+  w.begin_object()
+      .field("name", m.name)
+      .field("backend", m.backend)
+      .field("shape", m.shape)
+      .field("median_s", median)
+      .field("min_s", m.seconds.front())
+      .field("max_s", m.seconds.back())
+      .field("bytes", m.bytes)
+      .field("flops", m.flops)
+      .field("gbps", m.bytes / median / 1e9)
+      .field("tflops", m.flops / median / 1e12)
+      .field("ceiling", m.ceiling)
+      .field("fraction", (m.bound_by_bytes ? m.bytes : m.flops) / median / m.ceiling)
+      .end_object();
+  std::fputs((w.text() + "\n").c_str(), stdout);
+  std::fflush(stdout);
+}
+
+std::vector<int32_t> random_tokens(int64_t count, int64_t vocab, uint64_t seed) {
+  std::vector<int32_t> tokens;
+  const Philox rng(seed);
+  for (int64_t i = 0; i < count; ++i) {
+    tokens.push_back(static_cast<int32_t>(rng.uniform(static_cast<uint64_t>(i)) *
+                                          static_cast<double>(vocab)));
+  }
+  return tokens;
+}
+
+// Counts the routed experts that a step touches, per layer.
+class ExpertCounter : public model::Observer {
+ public:
+  void visit(const std::string& name, const TensorView& rows, const model::ObservedRows&) override {
+    if (!name.ends_with(".experts")) {
+      return;
+    }
+    std::set<int32_t> distinct(rows.as<int32_t>(), rows.as<int32_t>() + rows.shape.elements());
+    experts_ += static_cast<int64_t>(distinct.size());
+  }
+  void visit_entry(const std::string&, int64_t, int64_t, std::span<const uint8_t>) override {}
+  bool forced_experts(int64_t, const TensorView&, const model::ObservedRows&) override {
+    return false;
+  }
+  int64_t experts() const { return experts_; }
+
+ private:
+  int64_t experts_ = 0;
+};
+
+int64_t weight_bytes(const ops::Weight& w) {
+  return w.empty() ? 0 : w.values.bytes() + (w.scales.empty() ? 0 : w.scales.bytes());
+}
+
+int64_t expert_bytes(const ops::ExpertView& e) {
+  return weight_bytes(e.w1) + weight_bytes(e.w2) + weight_bytes(e.w3);
+}
+
+// Bytes of weights that a step reads once, whatever its rows; routed experts apart.
+int64_t dense_bytes(const model::Model& model) {
+  int64_t bytes = weight_bytes(model.weights.head);
+  for (const model::LayerWeights& l : model.weights.layers) {
+    for (const ops::Weight* w :
+         {&l.attn.wq_a, &l.attn.wq_b, &l.attn.wkv, &l.attn.wo_a, &l.attn.wo_b,
+          &l.attn.compressor.wkv, &l.attn.compressor.wgate, &l.attn.indexer.wq_b,
+          &l.attn.indexer.weights_proj, &l.attn.indexer.wk, &l.moe.gate, &l.engram.wkv}) {
+      bytes += weight_bytes(*w);
+    }
+    bytes += l.hc_attn.fn.bytes() + l.hc_ffn.fn.bytes();
+    for (const ops::ExpertView& shared : l.moe.shared) {
+      bytes += expert_bytes(shared);
+    }
+  }
+  return bytes;
+}
+
+// One step over prepared sequences; rows are not committed, so every repeat does the same work.
+struct StepBench {
+  std::vector<std::unique_ptr<kvcache::SequenceCache>> caches;
+  std::vector<std::vector<int32_t>> tokens;
+  std::vector<model::StepSequence> sequences;
+};
+
+Status fill(engine::Runtime& runtime, model::StepRunner& runner, const BenchFlags& flags,
+            int64_t context, kvcache::SequenceCache& cache, uint64_t seed) {
+  const std::vector<int32_t> prompt =
+      random_tokens(context, runtime.model().config.vocab_size, seed);
+  for (int64_t begin = 0; begin < context; begin += flags.run.chunk) {
+    const int64_t n = std::min(flags.run.chunk, context - begin);
+    CACHALOT_RETURN_IF_ERROR(cache.reserve(begin + n));
+    const model::StepSequence sequence{.view = &cache.view(),
+                                       .tokens = {prompt.data() + begin, static_cast<size_t>(n)},
+                                       .no_logits = true};
+    CACHALOT_TRY(const TensorView logits, runner.run({&sequence, 1}));
+    static_cast<void>(logits);
+    const auto accepted = static_cast<int32_t>(n);
+    CACHALOT_RETURN_IF_ERROR(runner.commit({&accepted, 1}));
+  }
+  return {};
+}
+
+Result<Measurement> measure_step(engine::Runtime& runtime, model::StepRunner& runner,
+                                 const BenchFlags& flags, int64_t batch, int64_t context,
+                                 int64_t rows) {
+  StepBench bench;
+  for (int64_t i = 0; i < batch; ++i) {
+    bench.caches.push_back(runtime.make_cache());
+    CACHALOT_RETURN_IF_ERROR(fill(runtime, runner, flags, context, *bench.caches.back(),
+                                  static_cast<uint64_t>(100 + i)));
+    CACHALOT_RETURN_IF_ERROR(bench.caches.back()->reserve(context + rows));
+    bench.tokens.push_back(
+        random_tokens(rows, runtime.model().config.vocab_size, static_cast<uint64_t>(900 + i)));
+  }
+  for (int64_t i = 0; i < batch; ++i) {
+    const auto index = static_cast<size_t>(i);
+    bench.sequences.push_back(
+        {.view = &bench.caches[index]->view(), .tokens = bench.tokens[index]});
+  }
+  ExpertCounter counter;
+  CACHALOT_RETURN_IF_ERROR(runner.run(bench.sequences, &counter));
+  Measurement m{.name = "", .backend = flags.run.backend, .shape = ""};
+  for (int i = 0; i < flags.repeats; ++i) {
+    const double begin = now_seconds();
+    CACHALOT_RETURN_IF_ERROR(runner.run(bench.sequences));
+    m.seconds.push_back(now_seconds() - begin);
+  }
+  const model::Model& model = runtime.model();
+  m.bytes = static_cast<double>(dense_bytes(model) +
+                                counter.experts() *
+                                    expert_bytes(model.weights.layers[0].moe.experts[0]));
+  return m;
+}
+
+Status bench_decode(const BenchFlags& flags) {
+  CACHALOT_TRY(const std::unique_ptr<engine::Runtime> runtime, open_runtime(flags.run));
+  const std::unique_ptr<model::StepRunner> runner = runtime->make_runner();
+  CACHALOT_TRY(Measurement m,
+               measure_step(*runtime, *runner, flags, flags.batch, flags.context, 1));
+  m.name = "decode";
+  m.shape = format("batch {} context {}", flags.batch, flags.context);
+  m.ceiling = ops::cpu::measure_read_bandwidth(runtime->threads());
+  print(std::move(m));
+  return {};
+}
+
+Status bench_prefill(const BenchFlags& flags) {
+  CACHALOT_TRY(const std::unique_ptr<engine::Runtime> runtime, open_runtime(flags.run));
+  const std::unique_ptr<model::StepRunner> runner = runtime->make_runner();
+  CACHALOT_TRY(Measurement m,
+               measure_step(*runtime, *runner, flags, 1, flags.context, flags.tokens));
+  m.name = "prefill";
+  m.shape = format("tokens {} context {}", flags.tokens, flags.context);
+  // Products with weights alone: attention and index scores come on top. Only one row has logits.
+  const model::ModelConfig& config = runtime->model().config;
+  const int64_t head = config.vocab_size * config.hidden_size;
+  m.flops = 2.0 * static_cast<double>(
+                      (model::account(config).parameters.active_decode - head) * flags.tokens + head);
+  m.ceiling = 2 * ops::cpu::measure_multiply_add_rate(runtime->threads());
+  m.bound_by_bytes = false;
+  print(std::move(m));
+  return {};
+}
+
+// Random weights of one format, as the checkpoint would hold them.
+struct RandomWeight {
+  std::vector<uint8_t> values, scales;
+  ops::Weight weight;
+};
+
+RandomWeight random_weight(ops::WeightFormat format, int64_t out, int64_t in, uint64_t seed) {
+  RandomWeight r;
+  const Philox rng(seed);
+  const bool fp4 = format == ops::WeightFormat::kFp4Row;
+  const int64_t bytes = format == ops::WeightFormat::kBF16 ? out * in * 2 : fp4 ? out * in / 2 : out * in;
+  r.values.resize(static_cast<size_t>(bytes));
+  for (size_t i = 0; i < r.values.size(); ++i) {
+    const auto word = rng.words(i)[0];
+    // FP8 codes below NaN; BF16 high bytes near 1 so that products stay finite.
+    r.values[i] = static_cast<uint8_t>(word);
+    if (format == ops::WeightFormat::kFp8Block && (word & 0x7F) == 0x7F) {
+      r.values[i] ^= 1;
+    }
+    if (format == ops::WeightFormat::kBF16 && i % 2 == 1) {
+      r.values[i] = static_cast<uint8_t>((word & 0x80) | 0x3C);
+    }
+  }
+  r.weight = {.format = format, .out = out, .in = in};
+  const DType dtype = format == ops::WeightFormat::kBF16 ? DType::kBF16
+                      : fp4                              ? DType::kI8
+                                                         : DType::kF8E4M3;
+  r.weight.values = TensorView(r.values.data(), dtype, {out, fp4 ? in / 2 : in});
+  if (format != ops::WeightFormat::kBF16) {
+    const int64_t rows = fp4 ? out : quant::blocks(out, 32);
+    r.scales.assign(static_cast<size_t>(rows * quant::blocks(in, 32)), 120);
+    r.weight.scales = TensorView(r.scales.data(), DType::kF8E8M0, {rows, quant::blocks(in, 32)});
+  }
+  return r;
+}
+
+// Linears over rotating weights: more bytes than any cache holds.
+Status bench_ops(const BenchFlags& flags) {
+  if (flags.run.backend == "cuda") {
+    return error(Code::kUnimplemented, "bench ops measures the host backends, ref and cpu");
+  }
+  ThreadPool pool(flags.run.threads);
+  Arena scratch;
+  ops::OpContext context{.backend = flags.run.backend == "ref" ? ops::Backend::kRef : ops::Backend::kCpu,
+                         .pool = &pool,
+                         .scratch = &scratch};
+  const double bandwidth = ops::cpu::measure_read_bandwidth(pool);
+  const double rate = 2 * ops::cpu::measure_multiply_add_rate(pool);
+  constexpr int64_t kOut = 2048, kIn = 2048;
+  constexpr int64_t kRotate = int64_t{256} << 20;
+  struct Format {
+    const char* name;
+    ops::WeightFormat format;
+  };
+  for (const Format& f : {Format{"bf16", ops::WeightFormat::kBF16},
+                          Format{"fp8", ops::WeightFormat::kFp8Block},
+                          Format{"fp4", ops::WeightFormat::kFp4Row}}) {
+    std::vector<RandomWeight> weights;
+    for (int64_t total = 0; total < kRotate;) {
+      weights.push_back(random_weight(f.format, kOut, kIn, weights.size()));
+      total += weight_bytes(weights.back().weight);
+    }
+    for (int64_t t : {int64_t{1}, int64_t{4}, int64_t{64}, int64_t{512}}) {
+      std::vector<bf16> x(static_cast<size_t>(t * kIn)), y(static_cast<size_t>(t * kOut));
+      const Philox rng(7);
+      for (size_t i = 0; i < x.size(); ++i) {
+        x[i] = bf16(static_cast<float>(rng.normal(i)));
+      }
+      // A pass over all weights for few rows, a single product for many.
+      const size_t per_repeat = t <= 4 ? weights.size() : 1;
+      Measurement m{.name = format("linear {}", f.name), .backend = flags.run.backend,
+                    .shape = format("T {} in {} out {}", t, kIn, kOut)};
+      for (int repeat = 0; repeat < flags.repeats; ++repeat) {
+        const double begin = now_seconds();
+        for (size_t i = 0; i < per_repeat; ++i) {
+          const size_t w = (static_cast<size_t>(repeat) + i) % weights.size();
+          const ops::LinearTarget target{&weights[w].weight, TensorView(y.data(), DType::kBF16, {t, kOut})};
+          CACHALOT_RETURN_IF_ERROR(ops::linear(
+              context, {.x = TensorView(x.data(), DType::kBF16, {t, kIn}), .targets = {&target, 1}}));
+        }
+        m.seconds.push_back((now_seconds() - begin) / static_cast<double>(per_repeat));
+      }
+      m.bytes = static_cast<double>(weight_bytes(weights[0].weight));
+      m.flops = 2.0 * static_cast<double>(t * kIn * kOut);
+      m.bound_by_bytes = t <= 4;
+      m.ceiling = m.bound_by_bytes ? bandwidth : rate;
+      print(std::move(m));
+    }
+  }
+  return {};
+}
+
+}  // namespace
+
+void add_bench(CLI::App& app, Action& action) {
+  auto flags = std::make_shared<BenchFlags>();
+  CLI::App* command = app.add_subcommand("bench", "Speed against measured limits, as JSON lines");
+  command->require_subcommand(1);
+  const auto add = [&](const char* name, const char* text, Status (*body)(const BenchFlags&)) {
+    CLI::App* sub = command->add_subcommand(name, text);
+    flags->run.add_to(*sub);
+    sub->add_option("--repeats", flags->repeats, "Timed runs")->check(CLI::Range(1, 1000))->capture_default_str();
+    sub->callback([flags, &action, body] { action = [flags, body] { return body(*flags); }; });
+    return sub;
+  };
+  add("ops", "Linears of every weight format at decode and prefill sizes", bench_ops);
+  CLI::App* decode = add("decode", "One decode step; bytes of weights read against read bandwidth", bench_decode);
+  decode->add_option("--batch", flags->batch, "Sequences")->check(CLI::Range(1, 4096))->capture_default_str();
+  decode->add_option("--context", flags->context, "Tokens before the step")->capture_default_str();
+  CLI::App* prefill = add("prefill", "One prefill step; multiply-adds against the peak rate", bench_prefill);
+  prefill->add_option("--tokens", flags->tokens, "Tokens of the step")->check(CLI::Range(1, 65536))->capture_default_str();
+  prefill->add_option("--context", flags->context, "Tokens before the step")->capture_default_str();
+}
+
+}  // namespace cachalot::cli

@@ -1,0 +1,232 @@
+// cachalot chat: an interactive conversation.
+#include <histedit.h>
+#include <unistd.h>
+
+#include <cstdio>
+#include <memory>
+
+#include "base/file.h"
+#include "base/format.h"
+#include "base/json.h"
+#include "cli/command.h"
+#include "cli/run_flags.h"
+#include "text/chat.h"
+
+namespace cachalot::cli {
+namespace {
+
+struct ChatFlags {
+  RunFlags run;
+  SamplingFlags sampling;
+  int64_t tokens = 1024;
+  std::string system;
+};
+
+struct Turn {
+  std::string role, content, reasoning;
+};
+
+const char kHelp[] =
+    "/effort N    reasoning effort, 1 to 100 or low, high, max\n"
+    "/think on    think before answering; /think off: answer at once\n"
+    "/reset       forget the conversation\n"
+    "/save FILE   write the conversation as a chat-completions request body\n"
+    "/quit        leave\n";
+
+char* prompt(EditLine*) {
+  static char text[] = "> ";
+  return text;
+}
+
+// Line editing with history on a terminal, plain lines from a pipe.
+class LineReader {
+ public:
+  LineReader() : terminal_(::isatty(STDIN_FILENO) != 0) {
+    if (terminal_) {
+      edit_ = el_init("cachalot", stdin, stdout, stderr);
+      history_ = history_init();
+      HistEvent event;
+      history(history_, &event, H_SETSIZE, 1000);
+      el_set(edit_, EL_PROMPT, &prompt);
+      el_set(edit_, EL_EDITOR, "emacs");
+      el_set(edit_, EL_HIST, history, history_);
+    }
+  }
+  ~LineReader() {
+    if (terminal_) {
+      history_end(history_);
+      el_end(edit_);
+    }
+  }
+  LineReader(const LineReader&) = delete;
+  LineReader& operator=(const LineReader&) = delete;
+
+  // False at the end of input.
+  bool read(std::string& line) {
+    line.clear();
+    if (terminal_) {
+      int count = 0;
+      const char* text = el_gets(edit_, &count);
+      if (text == nullptr || count <= 0) {
+        return false;
+      }
+      HistEvent event;
+      history(history_, &event, H_ENTER, text);
+      line.assign(text, static_cast<size_t>(count));
+    } else {
+      int c;
+      while ((c = std::fgetc(stdin)) != EOF && c != '\n') {
+        line.push_back(static_cast<char>(c));
+      }
+      if (c == EOF && line.empty()) {
+        return false;
+      }
+    }
+    while (!line.empty() && (line.back() == '\n' || line.back() == '\r')) {
+      line.pop_back();
+    }
+    return true;
+  }
+
+ private:
+  bool terminal_;
+  EditLine* edit_ = nullptr;
+  History* history_ = nullptr;
+};
+
+class Conversation {
+ public:
+  explicit Conversation(const ChatFlags& flags) : flags_(flags) { reset(); }
+
+  void reset() {
+    turns_.clear();
+    if (!flags_.system.empty()) {
+      turns_.push_back({"system", flags_.system, ""});
+    }
+  }
+
+  // The conversation as a chat-completions request body.
+  std::string body() const {
+    JsonWriter w;
+    w.begin_object().key("messages").begin_array();
+    for (const Turn& turn : turns_) {
+      w.begin_object().field("role", turn.role).field("content", turn.content);
+      if (!turn.reasoning.empty()) {
+        w.field("reasoning_content", turn.reasoning);
+      }
+      w.end_object();
+    }
+    w.end_array().key("thinking").begin_object();
+    w.field("type", thinking_ ? "enabled" : "disabled").end_object();
+    w.key("reasoning_effort").raw(effort_).end_object();
+    return w.text();
+  }
+
+  Status answer(engine::Runtime& runtime, const std::string& question) {
+    turns_.push_back({"user", question, ""});
+    const Status status = generate(runtime);
+    if (!status.ok()) {
+      turns_.pop_back();
+    }
+    return status;
+  }
+
+  // Returns false for /quit.
+  bool command(const std::string& line) {
+    const size_t space = line.find(' ');
+    const std::string name = line.substr(0, space);
+    const std::string value = space == std::string::npos ? "" : line.substr(space + 1);
+    if (name == "/quit") {
+      return false;
+    }
+    if (name == "/reset") {
+      reset();
+    } else if (name == "/think" && (value == "on" || value == "off")) {
+      thinking_ = value == "on";
+    } else if (name == "/effort" && !value.empty()) {
+      const std::string before = effort_;
+      const bool number = value.find_first_not_of("0123456789") == std::string::npos;
+      effort_ = number ? value : json_quote(value);
+      if (const auto parsed = text::parse_chat_request(probe()); !parsed.ok()) {
+        std::fputs(format("{}\n", parsed.error().message()).c_str(), stderr);
+        effort_ = before;
+      }
+    } else if (name == "/save" && !value.empty()) {
+      if (const Status status = write_file(value, body() + "\n"); !status.ok()) {
+        std::fputs(format("{}\n", status.message()).c_str(), stderr);
+      }
+    } else {
+      std::fputs(kHelp, stderr);
+    }
+    return true;
+  }
+
+ private:
+  // A minimal request with the present effort, to check it.
+  std::string probe() const {
+    return R"({"messages": [{"role": "user", "content": ""}], "reasoning_effort": )" + effort_ + "}";
+  }
+
+  Status generate(engine::Runtime& runtime) {
+    CACHALOT_TRY(const text::ChatRequest request, text::parse_chat_request(body()));
+    CACHALOT_TRY(std::vector<int32_t> ids, text::encode_chat(runtime.tokenizer(), request));
+    CACHALOT_TRY(const engine::SamplingParams sampling, flags_.sampling.resolve());
+    engine::Generator generator(runtime, flags_.run.generator_options());
+    const auto show = [](size_t, std::string_view piece) {
+      std::fwrite(piece.data(), 1, piece.size(), stdout);
+      std::fflush(stdout);
+    };
+    CACHALOT_TRY(const std::vector<engine::GenerateResult> results,
+                 generator.generate({{.prompt = std::move(ids),
+                                      .sampling = sampling,
+                                      .max_tokens = flags_.tokens,
+                                      .stop = flags_.sampling.stop}},
+                                    nullptr,
+                                    show));
+    std::fputs("\n", stdout);
+    turns_.push_back({"assistant", results[0].text, ""});
+    return {};
+  }
+
+  const ChatFlags& flags_;
+  std::vector<Turn> turns_;
+  bool thinking_ = false;
+  std::string effort_ = "\"high\"";
+};
+
+Status chat(const ChatFlags& flags) {
+  CACHALOT_TRY(const std::unique_ptr<engine::Runtime> runtime, open_runtime(flags.run));
+  std::fputs("Type a message, /help for commands, Ctrl-D to leave.\n", stderr);
+  LineReader reader;
+  Conversation conversation(flags);
+  std::string line;
+  while (reader.read(line)) {
+    if (line.empty()) {
+      continue;
+    }
+    if (line.front() == '/') {
+      if (!conversation.command(line)) {
+        break;
+      }
+      continue;
+    }
+    if (const Status status = conversation.answer(*runtime, line); !status.ok()) {
+      std::fputs(format("{}\n", status.message()).c_str(), stderr);
+    }
+  }
+  return {};
+}
+
+}  // namespace
+
+void add_chat(CLI::App& app, Action& action) {
+  auto flags = std::make_shared<ChatFlags>();
+  CLI::App* command = app.add_subcommand("chat", "An interactive conversation");
+  flags->run.add_to(*command);
+  flags->sampling.add_to(*command);
+  command->add_option("-n,--tokens", flags->tokens, "Tokens per answer")->capture_default_str();
+  command->add_option("--system", flags->system, "A system message");
+  command->callback([flags, &action] { action = [flags] { return chat(*flags); }; });
+}
+
+}  // namespace cachalot::cli

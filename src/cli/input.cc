@@ -1,0 +1,66 @@
+#include "cli/input.h"
+
+#include <nlohmann/json.hpp>
+
+#include "base/file.h"
+#include "base/format.h"
+#include "text/chat.h"
+
+namespace cachalot::cli {
+namespace {
+
+using nlohmann::json;
+
+Result<std::vector<int32_t>> parse_line(const std::string& line, const text::Tokenizer& tokenizer) {
+  const json value = json::parse(line, nullptr, false);
+  if (value.is_discarded() || !value.is_object()) {
+    return invalid("not a JSON object");
+  }
+  if (value.contains("text")) {
+    if (!value["text"].is_string()) {
+      return invalid("'text' is not a string");
+    }
+    return tokenizer.encode(value["text"].get<std::string>());
+  }
+  if (!value.contains("tokens") || !value["tokens"].is_array()) {
+    return invalid("neither 'text' nor an array 'tokens'");
+  }
+  std::vector<int32_t> ids;
+  for (const json& id : value["tokens"]) {
+    if (!id.is_number_integer() || id.get<int64_t>() < 0 || id.get<int64_t>() > INT32_MAX) {
+      return invalid("'tokens' holds {}, not a token id", id.dump());
+    }
+    ids.push_back(id.get<int32_t>());
+  }
+  return ids;
+}
+
+}  // namespace
+
+Result<std::vector<std::vector<int32_t>>> read_token_lines(const std::string& path,
+                                                           const text::Tokenizer& tokenizer) {
+  CACHALOT_TRY(const std::string content, read_file(path));
+  std::vector<std::vector<int32_t>> result;
+  size_t begin = 0, number = 0;
+  while (begin < content.size()) {
+    const size_t end = std::min(content.find('\n', begin), content.size());
+    const std::string line = content.substr(begin, end - begin);
+    begin = end + 1;
+    ++number;
+    if (line.find_first_not_of(" \t\r") == std::string::npos) {
+      continue;
+    }
+    CACHALOT_TRY(std::vector<int32_t> ids,
+                 parse_line(line, tokenizer).with(format("{}:{}", path, number)));
+    result.push_back(std::move(ids));
+  }
+  return result;
+}
+
+Result<std::vector<int32_t>> read_chat(const std::string& path, const text::Tokenizer& tokenizer) {
+  CACHALOT_TRY(const std::string body, read_file(path));
+  CACHALOT_TRY(const text::ChatRequest request, text::parse_chat_request(body).with(path));
+  return text::encode_chat(tokenizer, request).with(path);
+}
+
+}  // namespace cachalot::cli

@@ -1,0 +1,148 @@
+// cachalot run: generate from a prompt, a chat request, or a file of prompts.
+#include <unistd.h>
+
+#include <cstdio>
+#include <memory>
+
+#include "base/file.h"
+#include "base/format.h"
+#include "base/json.h"
+#include "cli/command.h"
+#include "cli/input.h"
+#include "cli/run_flags.h"
+
+namespace cachalot::cli {
+namespace {
+
+struct RunCommandFlags {
+  RunFlags run;
+  SamplingFlags sampling;
+  std::string prompt, chat, input, output;
+  int64_t tokens = 128;
+  bool ignore_eos = false;
+  bool json = false;
+};
+
+std::string result_json(const engine::Runtime& runtime,
+                        const engine::GenerateRequest& request,
+                        const engine::GenerateResult& result) {
+  JsonWriter w;
+  const auto ids = [&](std::string_view name, const std::vector<int32_t>& values) {
+    w.key(name).begin_array();
+    for (int32_t id : values) {
+      w.value(id);
+    }
+    w.end_array();
+  };
+  w.begin_object();
+  ids("prompt_token_ids", request.prompt);
+  ids("token_ids", result.token_ids);
+  w.field("text", result.text).key("logprobs").begin_array();
+  for (float logprob : result.logprobs) {
+    w.value(static_cast<double>(logprob));
+  }
+  w.end_array()
+      .field("finish_reason", result.finish == engine::FinishReason::kStop ? "stop" : "length")
+      .key("timing")
+      .begin_object()
+      .field("load_s", runtime.load_seconds())
+      .field("prefill_s", result.prefill_seconds)
+      .field("decode_s", result.decode_seconds)
+      .end_object()
+      .end_object();
+  return w.text() + "\n";
+}
+
+double rate(int64_t tokens, double seconds) {
+  return seconds > 0 ? static_cast<double>(tokens) / seconds : 0;
+}
+
+Status run(const RunCommandFlags& flags) {
+  CACHALOT_TRY(const std::unique_ptr<engine::Runtime> runtime, open_runtime(flags.run));
+  const std::unique_ptr<engine::DumpObserver> observer = make_observer(flags.run);
+  CACHALOT_TRY(const engine::SamplingParams sampling, flags.sampling.resolve());
+  std::vector<std::vector<int32_t>> prompts;
+  if (!flags.input.empty()) {
+    CACHALOT_TRY(prompts, read_token_lines(flags.input, runtime->tokenizer()));
+  } else if (!flags.chat.empty()) {
+    CACHALOT_TRY(std::vector<int32_t> ids, read_chat(flags.chat, runtime->tokenizer()));
+    prompts.push_back(std::move(ids));
+  } else {
+    CACHALOT_TRY(std::vector<int32_t> ids, runtime->tokenizer().encode(flags.prompt));
+    // A continuation starts like every training document: with BOS.
+    ids.insert(ids.begin(), static_cast<int32_t>(runtime->model().config.bos_token_id));
+    prompts.push_back(std::move(ids));
+  }
+  std::vector<engine::GenerateRequest> requests;
+  for (const std::vector<int32_t>& prompt : prompts) {
+    requests.push_back({.prompt = prompt,
+                        .sampling = sampling,
+                        .max_tokens = flags.tokens,
+                        .stop = flags.sampling.stop,
+                        .ignore_eos = flags.ignore_eos});
+  }
+  engine::Generator generator(*runtime, flags.run.generator_options());
+  const bool stream = flags.input.empty() && !flags.json;
+  if (stream && flags.chat.empty()) {
+    std::fputs(flags.prompt.c_str(), stdout);
+  }
+  const auto show = [&](size_t, std::string_view piece) {
+    std::fwrite(piece.data(), 1, piece.size(), stdout);
+    std::fflush(stdout);
+  };
+  CACHALOT_TRY(const std::vector<engine::GenerateResult> results,
+               generator.generate(requests, observer.get(),
+                                  stream ? engine::Generator::OnText(show) : nullptr));
+  if (!flags.input.empty()) {
+    std::string lines;
+    for (size_t i = 0; i < results.size(); ++i) {
+      lines += result_json(*runtime, requests[i], results[i]);
+    }
+    if (flags.output == "-") {
+      std::fputs(lines.c_str(), stdout);
+      return {};
+    }
+    return write_file(flags.output, lines);
+  }
+  const engine::GenerateResult& result = results[0];
+  if (flags.json) {
+    std::fputs(result_json(*runtime, requests[0], result).c_str(), stdout);
+    return {};
+  }
+  std::fputs("\n", stdout);
+  const auto generated = static_cast<int64_t>(result.token_ids.size());
+  std::fputs(format("load {:.2f} s; prefill {} tokens, {:.1f} tokens/s; decode {} tokens, {:.1f} "
+                    "tokens/s\n",
+                    runtime->load_seconds(),
+                    requests[0].prompt.size(),
+                    rate(static_cast<int64_t>(requests[0].prompt.size()), result.prefill_seconds),
+                    generated,
+                    rate(generated - 1, result.decode_seconds))
+                 .c_str(),
+             stderr);
+  return {};
+}
+
+}  // namespace
+
+void add_run(CLI::App& app, Action& action) {
+  auto flags = std::make_shared<RunCommandFlags>();
+  CLI::App* command = app.add_subcommand("run", "Generate text");
+  flags->run.add_to(*command);
+  flags->sampling.add_to(*command);
+  auto* input = command->add_option_group("input");
+  input->add_option("-p,--prompt", flags->prompt, "A text to continue");
+  input->add_option("--chat", flags->chat, "A file with a chat-completions request body");
+  auto* file = input->add_option("--input", flags->input, "JSON lines with 'tokens' or 'text'");
+  input->require_option(1);
+  command->add_option("--output", flags->output, "JSON lines of results; - for stdout")->needs(file);
+  file->needs(command->get_option("--output"));
+  command->add_option("-n,--tokens", flags->tokens, "Tokens to generate")
+      ->check(CLI::Range(int64_t{1}, int64_t{1} << 20))
+      ->capture_default_str();
+  command->add_flag("--ignore-eos", flags->ignore_eos, "Go on after the end-of-sequence token");
+  command->add_flag("--json", flags->json, "One JSON document instead of streamed text");
+  command->callback([flags, &action] { action = [flags] { return run(*flags); }; });
+}
+
+}  // namespace cachalot::cli

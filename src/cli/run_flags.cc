@@ -1,0 +1,109 @@
+#include "cli/run_flags.h"
+
+#include <charconv>
+#include <filesystem>
+
+#include "base/file.h"
+#include "base/format.h"
+
+namespace cachalot::cli {
+
+std::string default_model() {
+  // Beside the binary's source tree: build/cachalot finds models/ one level up.
+  std::error_code code;
+  const auto binary = std::filesystem::read_symlink("/proc/self/exe", code);
+  for (auto folder = binary.parent_path(); !folder.empty() && folder != folder.root_path();
+       folder = folder.parent_path()) {
+    const auto candidate = folder / "models" / "default";
+    if (std::filesystem::exists(candidate / "config.json", code)) {
+      return candidate.string();
+    }
+  }
+  return {};
+}
+
+void RunFlags::add_to(CLI::App& app) {
+  app.add_option("-m,--model", model, "Checkpoint directory; default: the embedded model");
+  app.add_option("--backend", backend, "Kernels: ref, cpu or cuda")
+      ->check(CLI::IsMember({"ref", "cpu", "cuda"}))
+      ->capture_default_str();
+  app.add_option("--threads", threads, "Threads; 0: one per processor")
+      ->check(CLI::Range(0, 1024))
+      ->capture_default_str();
+  app.add_option("--mode", mode, "exact: every row through every layer; replay: bounded replays")
+      ->check(CLI::IsMember({"exact", "replay"}))
+      ->capture_default_str();
+  app.add_option("--precision", precision, "official: BF16 and FP8 activations as trained; f32")
+      ->check(CLI::IsMember({"official", "f32"}))
+      ->capture_default_str();
+  app.add_option("--chunk", chunk, "Prefill chunk in tokens")
+      ->check(CLI::Range(int64_t{1}, int64_t{1} << 20))
+      ->capture_default_str();
+  app.add_option("--spec", spec, "Speculation: off or dspark")
+      ->check(CLI::IsMember({"off", "dspark"}))
+      ->capture_default_str();
+  app.add_option("--dump", dump_dir, "Write intermediate values of each request into this directory");
+  app.add_option("--force", force_dir, "Use router choices and selections of a dump");
+}
+
+Result<std::unique_ptr<engine::Runtime>> open_runtime(const RunFlags& flags) {
+  engine::RuntimeOptions options;
+  options.backend = flags.backend == "ref"   ? ops::Backend::kRef
+                    : flags.backend == "cpu" ? ops::Backend::kCpu
+                                             : ops::Backend::kCuda;
+  options.threads = flags.threads;
+  options.mode = flags.mode == "replay" ? engine::Mode::kReplay : engine::Mode::kExact;
+  options.precision =
+      flags.precision == "f32" ? model::Precision::kF32 : model::Precision::kOfficial;
+  if (flags.spec != "off") {
+    return error(Code::kUnimplemented, "--spec {} is not available; use --spec off", flags.spec);
+  }
+  const std::string directory = flags.model.empty() ? default_model() : flags.model;
+  if (directory.empty()) {
+    return error(Code::kNotFound, "no embedded model is installed; name a checkpoint with -m DIR");
+  }
+  return engine::Runtime::open(directory, options);
+}
+
+std::unique_ptr<engine::DumpObserver> make_observer(const RunFlags& flags) {
+  if (flags.dump_dir.empty() && flags.force_dir.empty()) {
+    return nullptr;
+  }
+  return std::make_unique<engine::DumpObserver>(flags.dump_dir, flags.force_dir);
+}
+
+void SamplingFlags::add_to(CLI::App& app) {
+  app.add_option("--temperature", params.temperature, "0: always the best token")
+      ->capture_default_str();
+  app.add_option("--top-p", params.top_p, "Keep the best tokens of this mass")->capture_default_str();
+  app.add_option("--top-k", params.top_k, "Keep the best k tokens; 0: all")->capture_default_str();
+  app.add_option("--min-p", params.min_p, "Drop tokens below this share of the best")
+      ->capture_default_str();
+  app.add_option("--seed", params.seed, "Seed of the draws")->capture_default_str();
+  app.add_option("--repetition-penalty", params.repetition_penalty)->capture_default_str();
+  app.add_option("--frequency-penalty", params.frequency_penalty)->capture_default_str();
+  app.add_option("--presence-penalty", params.presence_penalty)->capture_default_str();
+  app.add_option("--logit-bias", logit_bias, "ID=VALUE, added to the token's logit (repeatable)");
+  app.add_option("--stop", stop, "End the text before this string (repeatable)");
+}
+
+Result<engine::SamplingParams> SamplingFlags::resolve() const {
+  engine::SamplingParams resolved = params;
+  for (const std::string& text : logit_bias) {
+    int32_t id = 0;
+    float value = 0;
+    const size_t equals = text.find('=');
+    const char* end = text.data() + text.size();
+    const bool good =
+        equals != std::string::npos &&
+        std::from_chars(text.data(), text.data() + equals, id).ptr == text.data() + equals &&
+        std::from_chars(text.data() + equals + 1, end, value).ptr == end && equals + 1 < text.size();
+    if (!good) {
+      return invalid("--logit-bias '{}' is not ID=VALUE", text);
+    }
+    resolved.logit_bias[id] = value;
+  }
+  return resolved;
+}
+
+}  // namespace cachalot::cli

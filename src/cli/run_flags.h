@@ -1,0 +1,48 @@
+// The run flags that score, run, chat and bench share.
+#pragma once
+
+#include <CLI/CLI.hpp>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "engine/generator.h"
+
+namespace cachalot::cli {
+
+struct RunFlags {
+  std::string model;
+  std::string backend = "cpu";
+  int threads = 0;
+  std::string mode = "exact";
+  std::string precision = "official";
+  int64_t chunk = 512;
+  std::string spec = "off";
+  std::string dump_dir;
+  std::string force_dir;
+
+  void add_to(CLI::App& app);
+  engine::GeneratorOptions generator_options() const { return {.chunk = chunk}; }
+};
+
+// Opens the model that the flags name; checks every flag.
+Result<std::unique_ptr<engine::Runtime>> open_runtime(const RunFlags& flags);
+
+// Null if the flags ask for neither a dump nor prescribed choices.
+std::unique_ptr<engine::DumpObserver> make_observer(const RunFlags& flags);
+
+// The sampling flags of run and chat.
+struct SamplingFlags {
+  engine::SamplingParams params{.temperature = 1.0f, .top_p = 0.95f};
+  std::vector<std::string> stop;
+  std::vector<std::string> logit_bias;  // "id=value"
+
+  void add_to(CLI::App& app);
+  // The params with the biases parsed.
+  Result<engine::SamplingParams> resolve() const;
+};
+
+// The directory that -m names, or the embedded model.
+std::string default_model();
+
+}  // namespace cachalot::cli
