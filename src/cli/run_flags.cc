@@ -14,7 +14,7 @@ std::string default_model() {
   const auto binary = std::filesystem::read_symlink("/proc/self/exe", code);
   for (auto folder = binary.parent_path(); !folder.empty() && folder != folder.root_path();
        folder = folder.parent_path()) {
-    const auto candidate = folder / "models" / "default";
+    const auto candidate = folder / "models" / "krill";
     if (std::filesystem::exists(candidate / "config.json", code)) {
       return candidate.string();
     }

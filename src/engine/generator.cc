@@ -45,7 +45,7 @@ void visit_logits(DumpObserver* observer, const TensorView& logits, int64_t star
 
 }  // namespace
 
-Status Generator::advance(std::vector<Running>& running,
+Status Generator::advance(std::vector<std::unique_ptr<Running>>& running,
                           model::StepRunner& runner,
                           DumpObserver* observer,
                           const OnText& on_text) {
@@ -54,7 +54,7 @@ Status Generator::advance(std::vector<Running>& running,
   int64_t budget = options_.chunk;
   std::vector<size_t> members;
   for (size_t i = 0; i < running.size(); ++i) {
-    Running& r = running[i];
+    Running& r = *running[i];
     const auto prompt = static_cast<int64_t>(r.request->prompt.size());
     model::StepSequence sequence{.view = &r.cache->view()};
     if (r.prefilled < prompt) {
@@ -82,7 +82,7 @@ Status Generator::advance(std::vector<Running>& running,
 
   int64_t row = 0;
   for (size_t m = 0; m < members.size(); ++m) {
-    Running& r = running[members[m]];
+    Running& r = *running[members[m]];
     if (sequences[m].no_logits) {
       continue;
     }
@@ -150,14 +150,14 @@ Result<std::vector<GenerateResult>> Generator::generate(
   }
   std::vector<GenerateResult> results(requests.size());
   const std::unique_ptr<model::StepRunner> runner = runtime_.make_runner();
-  std::vector<Running> running;
+  std::vector<std::unique_ptr<Running>> running;
   size_t next = 0;
   const auto limit =
       observer != nullptr ? size_t{1} : static_cast<size_t>(options_.max_running);
   while (next < requests.size() || !running.empty()) {
     while (next < requests.size() && running.size() < limit) {
       const GenerateRequest& request = requests[next];
-      running.push_back({.index = next,
+      running.emplace_back(new Running{.index = next,
                          .request = &request,
                          .result = &results[next],
                          .cache = runtime_.make_cache(),
@@ -165,17 +165,17 @@ Result<std::vector<GenerateResult>> Generator::generate(
                          .detokenizer = text::Detokenizer(runtime_.tokenizer()),
                          .stop = StopMatcher(request.stop),
                          .started = now_seconds()});
-      running.back().sampler.see_prompt(request.prompt);
+      running.back()->sampler.see_prompt(request.prompt);
       if (observer != nullptr) {
         CACHALOT_RETURN_IF_ERROR(observer->begin(static_cast<int64_t>(next)));
       }
       ++next;
     }
     CACHALOT_RETURN_IF_ERROR(advance(running, *runner, observer, on_text));
-    if (observer != nullptr && running[0].finished) {
+    if (observer != nullptr && running[0]->finished) {
       CACHALOT_RETURN_IF_ERROR(observer->end());
     }
-    std::erase_if(running, [](const Running& r) { return r.finished; });
+    std::erase_if(running, [](const auto& r) { return r->finished; });
   }
   return results;
 }

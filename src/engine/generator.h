@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <optional>
 #include <string>
 #include <utility>
@@ -68,7 +69,7 @@ class Generator {
 
  private:
   struct Running;
-  Status advance(std::vector<Running>& running,
+  Status advance(std::vector<std::unique_ptr<Running>>& running,
                  model::StepRunner& runner,
                  DumpObserver* observer,
                  const OnText& on_text);
