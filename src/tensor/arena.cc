@@ -7,12 +7,31 @@ namespace cachalot {
 
 namespace {
 constexpr int64_t kAlign = 64;
+
+int64_t aligned(int64_t bytes) {
+  return (std::max<int64_t>(bytes, 1) + kAlign - 1) / kAlign * kAlign;
+}
 }  // namespace
 
-void Arena::Free::operator()(uint8_t* memory) const { std::free(memory); }
+void Arena::Free::operator()(uint8_t* memory) const {
+  if (owned) {
+    std::free(memory);
+  }
+}
+
+Arena::Arena(void* memory, int64_t bytes, Device device) : block_bytes_(0), device_(device) {
+  CACHALOT_CHECK(reinterpret_cast<uintptr_t>(memory) % kAlign == 0, bytes);
+  blocks_.push_back({std::unique_ptr<uint8_t[], Free>(static_cast<uint8_t*>(memory), Free{false}),
+                     bytes});
+}
+
+bool Arena::fits(int64_t bytes) const {
+  return block_bytes_ > 0 || used_ + aligned(bytes) <= blocks_[0].bytes;
+}
 
 void* Arena::allocate_bytes(int64_t bytes) {
-  bytes = (std::max<int64_t>(bytes, 1) + kAlign - 1) / kAlign * kAlign;
+  CACHALOT_CHECK(fits(bytes), bytes, used_);
+  bytes = aligned(bytes);
   while (current_ < blocks_.size() && used_ + bytes > blocks_[current_].bytes) {
     ++current_;
     used_ = 0;
