@@ -160,7 +160,7 @@ ModelConfig t1() {
 // For training on two cores. Engram rows are 32 wide: one scale block.
 ModelConfig micro() {
   ModelConfig c = family();
-  c.vocab_size = 320;
+  c.vocab_size = 352;
   c.hidden_size = 128;
   c.moe_intermediate_size = 64;
   c.num_hidden_layers = 8;
