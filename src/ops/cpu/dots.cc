@@ -1,0 +1,393 @@
+// Dot products of FP32 rows with weight rows in any format, one reduction order for all paths.
+//
+// result[r, o] = x_r . W_o:  x FP32 rows, W F32, BF16, FP8 (32 x 32 tiles) or FP4 (1 x 32 blocks).
+//
+// Order. Lane l of one accumulator vector sums, with fused multiply-adds, the products of positions
+// l, l + 8, l + 16, ... in ascending order; a fixed tree adds the lanes at the end. Positions are
+// those of decode_block(): natural, except that FP4 groups of 16 are transposed, on both sides.
+// Decoding is exact in FP32 (a code times a power of two), so it does not matter where it happens:
+//   - up to kDecodeRows rows: weights are decoded in registers, 4 outputs at a time, and read once;
+//   - more rows: kPanelOutputs x kPanelDepth weights are decoded into an L1-sized panel that all
+//   rows
+//     pass, 4 rows x 3 outputs at a time; between panels the accumulator vectors rest in memory.
+// Both give the same bits for a row, whatever other rows there are.
+//
+// Bounds: the first path is bound by the stream of weight bytes, the second by FMAs (4 x 3 needs 7
+// loads per 12 FMAs, inside the 2 loads per cycle of Zen 3). bench/ops_bench measures both against
+// the machine's own ceilings.
+#include "ops/cpu/targets.h"
+
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE "ops/cpu/dots.cc"
+#include "hwy/foreach_target.h"
+// Behind foreach_target.h, which sets the target that these are compiled for.
+#include "hwy/highway.h"
+#include "ops/cpu/simd_inl.h"
+
+#include <algorithm>
+#include <cstring>
+
+HWY_BEFORE_NAMESPACE();
+namespace cachalot::ops::cpu {
+namespace HWY_NAMESPACE {
+
+constexpr int64_t kPanelDepth = 256;
+
+// Where the rows of a weight lie.
+struct WeightRows {
+  const uint8_t* values = nullptr;
+  const uint8_t* scales = nullptr;
+  int64_t in = 0;
+  int64_t row_bytes = 0;
+  int64_t row_scales = 0;
+  int rows_per_scale = 1;
+
+  explicit WeightRows(const Weight& weight)
+      : values(static_cast<const uint8_t*>(weight.values.data)),
+        scales(static_cast<const uint8_t*>(weight.scales.data)),
+        in(weight.in),
+        row_scales((weight.in + 31) / 32) {
+    switch (weight.format) {
+      case WeightFormat::kF32:
+        row_bytes = in * 4;
+        break;
+      case WeightFormat::kBF16:
+        row_bytes = in * 2;
+        break;
+      case WeightFormat::kFp8Block:
+        row_bytes = in;
+        rows_per_scale = 32;
+        break;
+      case WeightFormat::kFp8Row:
+        row_bytes = in;
+        break;
+      case WeightFormat::kFp4Row:
+        row_bytes = in / 2;
+        break;
+    }
+  }
+  const uint8_t* row(int64_t o) const { return values + o * row_bytes; }
+  const uint8_t* row_scale(int64_t o) const { return scales + o / rows_per_scale * row_scales; }
+};
+
+template <WeightFormat kFormat>
+HWY_INLINE uint8_t scale_at(const uint8_t* scales, int64_t block) {
+  if constexpr (kFormat == WeightFormat::kF32 || kFormat == WeightFormat::kBF16) {
+    return 0;
+  } else {
+    return scales[block];
+  }
+}
+
+// The last, short block of a weight row, filled up with zeros.
+template <WeightFormat kFormat>
+struct TailBlock {
+  alignas(32) uint8_t bytes[static_cast<size_t>(block_bytes<kFormat>())] = {};
+
+  TailBlock(const uint8_t* row, int64_t block, int64_t row_bytes) {
+    const int64_t begin = block * block_bytes<kFormat>();
+    std::memcpy(bytes, row + begin, static_cast<size_t>(row_bytes - begin));
+  }
+};
+
+template <WeightFormat kFormat, int kRows>
+HWY_INLINE void accumulate_block(
+    const uint8_t* bytes, uint8_t scale, const float* const* x, int64_t block, Vec (&acc)[kRows]) {
+  Vec w[kBlockVecs];
+  decode_block<kFormat>(bytes, scale, w);
+  for (int64_t v = 0; v < kBlockVecs; ++v) {
+    for (int r = 0; r < kRows; ++r) {
+      acc[r] = hn::MulAdd(w[v], load_vec(x[r] + block * 32 + v * kLanes), acc[r]);
+    }
+  }
+}
+
+// kOutputs outputs from `o` for kRows rows, weights decoded in registers.
+template <WeightFormat kFormat, int kRows, int kOutputs>
+void register_dots(
+    const WeightRows& w, int64_t o, const float* const* x, float* result, int64_t ld) {
+  Vec acc[kOutputs][kRows];
+  const uint8_t* rows[kOutputs];
+  const uint8_t* scales[kOutputs];
+  for (int c = 0; c < kOutputs; ++c) {
+    rows[c] = w.row(o + c);
+    scales[c] = w.row_scale(o + c);
+    for (int r = 0; r < kRows; ++r) {
+      acc[c][r] = hn::Zero(F32());
+    }
+  }
+  const int64_t whole = w.in / 32;
+  for (int64_t block = 0; block < whole; ++block) {
+    for (int c = 0; c < kOutputs; ++c) {
+      accumulate_block<kFormat, kRows>(rows[c] + block * block_bytes<kFormat>(),
+                                       scale_at<kFormat>(scales[c], block),
+                                       x,
+                                       block,
+                                       acc[c]);
+    }
+  }
+  if (whole * 32 < w.in) {
+    for (int c = 0; c < kOutputs; ++c) {
+      const TailBlock<kFormat> tail(rows[c], whole, w.row_bytes);
+      accumulate_block<kFormat, kRows>(
+          tail.bytes, scale_at<kFormat>(scales[c], whole), x, whole, acc[c]);
+    }
+  }
+  for (int c = 0; c < kOutputs; ++c) {
+    for (int r = 0; r < kRows; ++r) {
+      result[r * ld + c] = lane_sum(acc[c][r]);
+    }
+  }
+}
+
+template <WeightFormat kFormat, int kRows>
+void decode_path(const WeightRows& w,
+                 int64_t begin,
+                 int64_t count,
+                 const float* const* x,
+                 float* result,
+                 int64_t ld) {
+  int64_t o = 0;
+  for (; o + 4 <= count; o += 4) {
+    register_dots<kFormat, kRows, 4>(w, begin + o, x, result + o, ld);
+  }
+  for (; o < count; ++o) {
+    register_dots<kFormat, kRows, 1>(w, begin + o, x, result + o, ld);
+  }
+}
+
+// Decodes blocks [first, last) of `count` weight rows from `o`; panel rows are kPanelDepth apart.
+template <WeightFormat kFormat>
+void decode_panel(
+    const WeightRows& w, int64_t o, int64_t count, int64_t first, int64_t last, float* panel) {
+  for (int64_t c = 0; c < count; ++c) {
+    const uint8_t* row = w.row(o + c);
+    const uint8_t* scales = w.row_scale(o + c);
+    float* out = panel + c * kPanelDepth;
+    Vec v[kBlockVecs];
+    const int64_t whole = std::min(last, w.in / 32);
+    for (int64_t block = first; block < whole; ++block) {
+      decode_block<kFormat>(
+          row + block * block_bytes<kFormat>(), scale_at<kFormat>(scales, block), v);
+      for (int64_t i = 0; i < kBlockVecs; ++i) {
+        hn::Store(v[i], F32(), out + i * kLanes);
+      }
+      out += 32;
+    }
+    if (whole < last) {
+      const TailBlock<kFormat> tail(row, whole, w.row_bytes);
+      decode_block<kFormat>(tail.bytes, scale_at<kFormat>(scales, whole), v);
+      for (int64_t i = 0; i < kBlockVecs; ++i) {
+        hn::Store(v[i], F32(), out + i * kLanes);
+      }
+    }
+  }
+}
+
+// One register tile over a stretch of K: kRows rows x kOutputs panel rows.
+template <int kRows, int kOutputs>
+void tile(const float* const* x, const float* panel, int64_t depth, Vec (&acc)[kRows][kOutputs]) {
+  for (int64_t i = 0; i < depth; i += kLanes) {
+    Vec w[kOutputs];
+    for (int c = 0; c < kOutputs; ++c) {
+      w[c] = hn::Load(F32(), panel + c * kPanelDepth + i);
+    }
+    for (int r = 0; r < kRows; ++r) {
+      const auto value = load_vec(x[r] + i);
+      for (int c = 0; c < kOutputs; ++c) {
+        acc[r][c] = hn::MulAdd(w[c], value, acc[r][c]);
+      }
+    }
+  }
+}
+
+struct TileArgs {
+  const float* x[4];
+  const float* panel;
+  int64_t depth;
+  float* rest;  // [4, rest_ld / kLanes, kLanes]: accumulators between panels
+  int64_t rest_ld;
+  bool first;
+  bool last;
+  float* result;
+  int64_t ld;
+};
+
+template <int kRows, int kOutputs>
+HWY_NOINLINE void run_tile(const TileArgs& args) {
+  Vec acc[kRows][kOutputs];
+  for (int r = 0; r < kRows; ++r) {
+    for (int c = 0; c < kOutputs; ++c) {
+      acc[r][c] =
+          args.first ? hn::Zero(F32()) : hn::Load(F32(), args.rest + r * args.rest_ld + c * kLanes);
+    }
+  }
+  tile<kRows, kOutputs>(args.x, args.panel, args.depth, acc);
+  for (int r = 0; r < kRows; ++r) {
+    for (int c = 0; c < kOutputs; ++c) {
+      if (args.last) {
+        args.result[r * args.ld + c] = lane_sum(acc[r][c]);
+      } else {
+        hn::Store(acc[r][c], F32(), args.rest + r * args.rest_ld + c * kLanes);
+      }
+    }
+  }
+}
+
+using TileFunction = void (*)(const TileArgs&);
+constexpr TileFunction kTiles[4][3] = {
+    {run_tile<1, 1>, run_tile<1, 2>, run_tile<1, 3>},
+    {run_tile<2, 1>, run_tile<2, 2>, run_tile<2, 3>},
+    {run_tile<3, 1>, run_tile<3, 2>, run_tile<3, 3>},
+    {run_tile<4, 1>, run_tile<4, 2>, run_tile<4, 3>},
+};
+
+// At most kPanelOutputs outputs and kPanelRows rows.
+template <WeightFormat kFormat>
+void panel_path(const WeightRows& w,
+                int64_t begin,
+                int64_t count,
+                const RowSet& x,
+                int64_t first_row,
+                int64_t rows,
+                float* result,
+                int64_t ld) {
+  alignas(64) float panel[kPanelOutputs * kPanelDepth];
+  alignas(64) float rest[kPanelRows * kPanelOutputs * kLanes];
+  const int64_t blocks = (w.in + 31) / 32;
+  constexpr int64_t kStep = kPanelDepth / 32;
+  for (int64_t block = 0; block < blocks; block += kStep) {
+    const int64_t end = std::min(blocks, block + kStep);
+    decode_panel<kFormat>(w, begin, count, block, end, panel);
+    TileArgs args;
+    args.depth = (end - block) * 32;
+    args.rest_ld = kPanelOutputs * kLanes;
+    args.first = block == 0;
+    args.last = end == blocks;
+    args.ld = ld;
+    for (int64_t r = 0; r < rows; r += 4) {
+      const int64_t tile_rows = std::min<int64_t>(4, rows - r);
+      for (int64_t i = 0; i < tile_rows; ++i) {
+        args.x[i] = x.row(first_row + r + i) + block * 32;
+      }
+      for (int64_t c = 0; c < count; c += 3) {
+        args.panel = panel + c * kPanelDepth;
+        args.rest = rest + r * args.rest_ld + c * kLanes;
+        args.result = result + r * ld + c;
+        kTiles[tile_rows - 1][std::min<int64_t>(3, count - c) - 1](args);
+      }
+    }
+  }
+}
+
+template <WeightFormat kFormat>
+void weight_dots_as(const Weight& weight,
+                    int64_t begin,
+                    int64_t count,
+                    const RowSet& x,
+                    int64_t rows,
+                    float* result,
+                    int64_t ld) {
+  const WeightRows w(weight);
+  static_assert(kDecodeRows == 2);
+  if (rows <= kDecodeRows) {
+    const float* pointers[2] = {x.row(0), rows == 2 ? x.row(1) : nullptr};
+    if (rows == 1) {
+      decode_path<kFormat, 1>(w, begin, count, pointers, result, ld);
+    } else {
+      decode_path<kFormat, 2>(w, begin, count, pointers, result, ld);
+    }
+    return;
+  }
+  for (int64_t r = 0; r < rows; r += kPanelRows) {
+    for (int64_t o = 0; o < count; o += kPanelOutputs) {
+      panel_path<kFormat>(w,
+                          begin + o,
+                          std::min(kPanelOutputs, count - o),
+                          x,
+                          r,
+                          std::min(kPanelRows, rows - r),
+                          result + r * ld + o,
+                          ld);
+    }
+  }
+}
+
+void weight_dots(const Weight& weight,
+                 int64_t begin,
+                 int64_t count,
+                 const RowSet& x,
+                 int64_t rows,
+                 float* result,
+                 int64_t ld) {
+  switch (weight.format) {
+    case WeightFormat::kF32:
+      return weight_dots_as<WeightFormat::kF32>(weight, begin, count, x, rows, result, ld);
+    case WeightFormat::kBF16:
+      return weight_dots_as<WeightFormat::kBF16>(weight, begin, count, x, rows, result, ld);
+    case WeightFormat::kFp8Block:
+      return weight_dots_as<WeightFormat::kFp8Block>(weight, begin, count, x, rows, result, ld);
+    case WeightFormat::kFp8Row:
+      return weight_dots_as<WeightFormat::kFp8Row>(weight, begin, count, x, rows, result, ld);
+    case WeightFormat::kFp4Row:
+      return weight_dots_as<WeightFormat::kFp4Row>(weight, begin, count, x, rows, result, ld);
+  }
+}
+
+template <WeightFormat kFormat>
+void decode_row_as(const Weight& weight, int64_t row, float* out) {
+  const WeightRows w(weight);
+  const int64_t blocks = (w.in + 31) / 32;
+  constexpr int64_t kStep = kPanelDepth / 32;
+  alignas(64) float panel[kPanelDepth];
+  for (int64_t block = 0; block < blocks; block += kStep) {
+    const int64_t end = std::min(blocks, block + kStep);
+    decode_panel<kFormat>(w, row, 1, block, end, panel);
+    std::memcpy(out + block * 32, panel, static_cast<size_t>((end - block) * 32) * sizeof(float));
+  }
+}
+
+void decode_weight_row(const Weight& weight, int64_t row, float* out) {
+  switch (weight.format) {
+    case WeightFormat::kF32:
+      return decode_row_as<WeightFormat::kF32>(weight, row, out);
+    case WeightFormat::kBF16:
+      return decode_row_as<WeightFormat::kBF16>(weight, row, out);
+    case WeightFormat::kFp8Block:
+      return decode_row_as<WeightFormat::kFp8Block>(weight, row, out);
+    case WeightFormat::kFp8Row:
+      return decode_row_as<WeightFormat::kFp8Row>(weight, row, out);
+    case WeightFormat::kFp4Row:
+      return decode_row_as<WeightFormat::kFp4Row>(weight, row, out);
+  }
+}
+
+}  // namespace HWY_NAMESPACE
+}  // namespace cachalot::ops::cpu
+HWY_AFTER_NAMESPACE();
+
+#if HWY_ONCE
+namespace cachalot::ops::cpu {
+
+HWY_EXPORT(weight_dots);
+HWY_EXPORT(decode_weight_row);
+
+bool transposed_order(WeightFormat format) {
+  return format == WeightFormat::kFp4Row;
+}
+
+void weight_dots(const Weight& weight,
+                 int64_t begin,
+                 int64_t count,
+                 const RowSet& x,
+                 int64_t rows,
+                 float* result,
+                 int64_t ld) {
+  HWY_DYNAMIC_DISPATCH(weight_dots)(weight, begin, count, x, rows, result, ld);
+}
+void decode_weight_row(const Weight& weight, int64_t row, float* out) {
+  HWY_DYNAMIC_DISPATCH(decode_weight_row)(weight, row, out);
+}
+
+}  // namespace cachalot::ops::cpu
+#endif  // HWY_ONCE

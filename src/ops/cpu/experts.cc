@@ -1,0 +1,174 @@
+// Routed and shared experts.
+//
+// Rows are grouped by expert. Phase 1, tasks of (expert, tile of F): gate and up products, SwiGLU,
+// the FP8 rounding of h; h lies in the order that w2 wants. Phase 2, tasks of tiles of D: every
+// expert's w2 product in ascending order, summed per row in FP32, then the shared expert, then one
+// rounding. A weight is read once per phase whatever the number of its rows (up to kPanelRows).
+#include <vector>
+
+#include "ops/cpu/kernels.h"
+#include "ops/cpu/product.h"
+
+namespace cachalot::ops::cpu {
+namespace {
+
+// Whole FP8 blocks of h and whole panels of outputs.
+constexpr int64_t kHiddenTile = 96;
+static_assert(kHiddenTile % 32 == 0 && kHiddenTile % kPanelOutputs == 0);
+constexpr int64_t kRowChunk = 64;
+
+// One expert with its rows.
+struct Job {
+  const ExpertView* expert = nullptr;
+  const int32_t* rows = nullptr;   // of x and y; null: all rows in order
+  const float* weights = nullptr;  // per row; null: 1
+  int64_t count = 0;
+  float* hidden = nullptr;  // [count, padded(F)]
+  int64_t first_task = 0;
+};
+
+struct Grouping {
+  std::vector<int32_t> rows;   // [T * k], by expert
+  std::vector<float> weights;  // [T * k]
+  std::vector<int64_t> begin;  // [E + 1]
+};
+
+Grouping group_rows(const ExpertsArgs& args) {
+  const int64_t t = args.x.dim(0), k = args.experts.dim(1);
+  const auto* expert = args.experts.as<int32_t>();
+  const float* weight = args.weights.as<float>();
+  Grouping g;
+  g.rows.resize(static_cast<size_t>(t * k));
+  g.weights.resize(static_cast<size_t>(t * k));
+  g.begin.assign(args.routed.size() + 1, 0);
+  for (int64_t i = 0; i < t * k; ++i) {
+    ++g.begin[static_cast<size_t>(expert[i]) + 1];
+  }
+  for (size_t e = 0; e < args.routed.size(); ++e) {
+    g.begin[e + 1] += g.begin[e];
+  }
+  std::vector<int64_t> next(g.begin.begin(), g.begin.end() - 1);
+  for (int64_t i = 0; i < t * k; ++i) {
+    const auto at = static_cast<size_t>(next[static_cast<size_t>(expert[i])]++);
+    g.rows[at] = static_cast<int32_t>(i / k);
+    g.weights[at] = weight[i];
+  }
+  return g;
+}
+
+// h of the hidden channels [begin, begin + count) of one expert.
+void hidden_tile(const Job& job,
+                 const RowSet& x1,
+                 const RowSet& x3,
+                 int64_t begin,
+                 int64_t count,
+                 float limit,
+                 DType act) {
+  alignas(64) float gate[kRowChunk * kHiddenTile];
+  alignas(64) float up[kRowChunk * kHiddenTile];
+  const Weight& w2 = job.expert->w2;
+  const int64_t stride = padded(job.expert->w1.out);
+  for (int64_t first = 0; first < job.count; first += kRowChunk) {
+    const int64_t rows = std::min(kRowChunk, job.count - first);
+    const auto part = [&](RowSet x) {
+      if (job.rows == nullptr) {
+        x.base += first * x.stride;
+      } else {
+        x.index = job.rows + first;
+      }
+      return x;
+    };
+    weight_dots(job.expert->w1, begin, count, part(x1), rows, gate, kHiddenTile);
+    weight_dots(job.expert->w3, begin, count, part(x3), rows, up, kHiddenTile);
+    for (int64_t r = 0; r < rows; ++r) {
+      float* h = job.hidden + (first + r) * stride + begin;
+      const float weight = job.weights == nullptr ? 1.0f : job.weights[first + r];
+      swiglu_row(gate + r * kHiddenTile, up + r * kHiddenTile, count, limit, weight, act, h);
+      std::fill(h + count, h + padded(count), 0.0f);
+      if (act == DType::kBF16 && w2.quantizes_input()) {
+        fp8_round_row(h, count);
+      }
+      if (transposed_order(w2.format)) {
+        transpose_row(h, count);
+      }
+    }
+  }
+}
+
+// Adds one expert's outputs [begin, begin + count) to its rows of sum [T, D].
+void add_outputs(const Job& job, int64_t begin, int64_t count, int64_t d, DType act, float* sum) {
+  alignas(64) float y[kRowChunk * kHiddenTile];
+  const int64_t stride = padded(job.expert->w1.out);
+  for (int64_t first = 0; first < job.count; first += kRowChunk) {
+    const int64_t rows = std::min(kRowChunk, job.count - first);
+    const RowSet h = {job.hidden + first * stride, stride};
+    weight_dots(job.expert->w2, begin, count, h, rows, y, kHiddenTile);
+    for (int64_t r = 0; r < rows; ++r) {
+      const int64_t row = job.rows == nullptr ? first + r : job.rows[first + r];
+      add_rounded(y + r * kHiddenTile, count, act, sum + row * d + begin);
+    }
+  }
+}
+
+}  // namespace
+
+Status experts(OpContext& ctx, const ExpertsArgs& args) {
+  const int64_t t = args.x.dim(0), d = args.x.dim(1);
+  const DType act = args.x.dtype;
+  Scratch scratch(ctx);
+  const Grouping grouping = group_rows(args);
+  std::vector<Job> jobs;
+  for (size_t e = 0; e < args.routed.size(); ++e) {
+    const int64_t begin = grouping.begin[e], count = grouping.begin[e + 1] - begin;
+    if (count > 0) {
+      jobs.push_back(
+          {&args.routed[e], grouping.rows.data() + begin, grouping.weights.data() + begin, count});
+    }
+  }
+  for (const ExpertView& shared : args.shared) {
+    jobs.push_back({&shared, nullptr, nullptr, t});
+  }
+
+  InputRows inputs(ctx, scratch, args.x, 1, true);
+  std::vector<std::array<RowSet, 2>> x;
+  int64_t tasks = 0;
+  for (Job& job : jobs) {
+    x.push_back({inputs.get(job.expert->w1), inputs.get(job.expert->w3)});
+    job.hidden = scratch.array<float>(job.count * padded(job.expert->w1.out));
+    job.first_task = tasks;
+    tasks += (job.expert->w1.out + kHiddenTile - 1) / kHiddenTile;
+  }
+  parallel_tasks(ctx, tasks, [&](int64_t task) {
+    const auto after =
+        std::upper_bound(jobs.begin(), jobs.end(), task, [](int64_t value, const Job& job) {
+          return value < job.first_task;
+        });
+    const auto index = static_cast<size_t>(after - jobs.begin() - 1);
+    const Job& job = jobs[index];
+    const int64_t begin = (task - job.first_task) * kHiddenTile;
+    const int64_t count = std::min(kHiddenTile, job.expert->w1.out - begin);
+    hidden_tile(job, x[index][0], x[index][1], begin, count, args.limit, act);
+  });
+
+  // Small enough that all threads have work, in whole panels or register tiles.
+  const int64_t share = d / (4 * thread_count(ctx)) / kPanelOutputs * kPanelOutputs;
+  const int64_t tile = std::clamp(share, kPanelOutputs, kHiddenTile);
+  float* sum = scratch.array<float>(t * d);
+  parallel_tasks(ctx, (d + tile - 1) / tile, [&](int64_t task) {
+    const int64_t begin = task * tile, count = std::min(tile, d - begin);
+    for (int64_t row = 0; row < t; ++row) {
+      std::fill_n(sum + row * d + begin, count, 0.0f);
+    }
+    for (const Job& job : jobs) {
+      add_outputs(job, begin, count, d, act, sum);
+    }
+    const int64_t width = dtype_bytes(act);
+    for (int64_t row = 0; row < t; ++row) {
+      auto* y = static_cast<uint8_t*>(args.y.data) + (row * d + begin) * width;
+      store_row(sum + row * d + begin, count, y, act);
+    }
+  });
+  return {};
+}
+
+}  // namespace cachalot::ops::cpu
