@@ -1,0 +1,280 @@
+// Whole-model behaviour over a synthetic t1 checkpoint: saving, rollback, refusals.
+#include "engine/generator.h"
+
+#include <gtest/gtest.h>
+
+#include <filesystem>
+
+#include "base/rng.h"
+#include "model/synth.h"
+#include "text/byte_tokenizer.h"
+
+namespace cachalot::engine {
+namespace {
+
+class EngineTest : public testing::Test {
+ protected:
+  static void SetUpTestSuite() {
+    directory_ = (std::filesystem::temp_directory_path() / "cachalot_engine_test").string();
+    const auto config = model::preset_config("t1");
+    ASSERT_TRUE(config.ok()) << config.error().message();
+    ThreadPool pool(2);
+    const Status status = model::synthesize(
+        *config, directory_, {.seed = 4, .tokenizer_json = text::byte_level_tokenizer_json(512)}, pool);
+    ASSERT_TRUE(status.ok()) << status.message();
+  }
+  static void TearDownTestSuite() { std::filesystem::remove_all(directory_); }
+
+  static std::unique_ptr<Runtime> open(RuntimeOptions options = {}) {
+    auto runtime = Runtime::open(directory_, options);
+    EXPECT_TRUE(runtime.ok()) << runtime.error().message();
+    return std::move(*runtime);
+  }
+
+  static std::vector<int32_t> tokens(int64_t count, uint64_t seed = 1) {
+    std::vector<int32_t> ids;
+    for (int64_t i = 0; i < count; ++i) {
+      ids.push_back(static_cast<int32_t>(Philox(seed).uniform(static_cast<uint64_t>(i)) * 509) + 3);
+    }
+    return ids;
+  }
+
+  // Runs tokens through one step and commits `accepted` of them (-1: all). Returns all logits.
+  static std::vector<float> step(model::StepRunner& runner,
+                                 kvcache::SequenceCache& cache,
+                                 std::span<const int32_t> ids,
+                                 int32_t accepted = -1) {
+    EXPECT_TRUE(cache.reserve(cache.view().length + static_cast<int64_t>(ids.size())).ok());
+    const model::StepSequence sequence{.view = &cache.view(), .tokens = ids, .all_logits = true};
+    const auto logits = runner.run({&sequence, 1});
+    EXPECT_TRUE(logits.ok()) << logits.error().message();
+    std::vector<float> values(logits->as<float>(), logits->as<float>() + logits->shape.elements());
+    const int32_t n = accepted < 0 ? static_cast<int32_t>(ids.size()) : accepted;
+    EXPECT_TRUE(runner.commit({&n, 1}).ok());
+    return values;
+  }
+
+  static inline std::string directory_;
+};
+
+// Lengths around every threshold of t1.
+constexpr int64_t kEdges[] = {1, 2, 3, 7, 8, 9, 10, 11, 12, 13, 15, 16, 17, 33};
+
+// a saved and restored request goes on bit for bit, in another slot too.
+TEST_F(EngineTest, A22_SaveAndRestoreAtEveryEdge) {
+  const auto runtime = open();
+  const auto runner = runtime->make_runner();
+  const std::vector<int32_t> next = tokens(4, 99);
+  for (int64_t length : kEdges) {
+    const auto cache = runtime->make_cache();
+    step(*runner, *cache, tokens(length));
+    const std::string record = cache->save();
+    const auto other = runtime->make_cache(), restored = runtime->make_cache();
+    step(*runner, *other, tokens(20, 5));
+    ASSERT_TRUE(restored->restore(record).ok());
+    for (int32_t token : next) {
+      EXPECT_EQ(step(*runner, *restored, {&token, 1}), step(*runner, *cache, {&token, 1})) << length;
+    }
+    EXPECT_EQ(restored->save(), cache->save());
+  }
+}
+
+// Rows that are not committed never happened: for every accepted prefix and every residue of the
+// position, the state equals that of serial decoding.
+TEST_F(EngineTest, RejectedRowsLeaveNoTrace) {
+  const auto runtime = open();
+  const auto runner = runtime->make_runner();
+  const std::vector<int32_t> draft = tokens(4, 7), after = tokens(3, 8);
+  for (int64_t length : {1, 2, 7, 8, 15, 16}) {
+    for (int32_t accepted = 0; accepted <= 4; ++accepted) {
+      const auto verified = runtime->make_cache(), serial = runtime->make_cache();
+      step(*runner, *verified, tokens(length));
+      step(*runner, *serial, tokens(length));
+      step(*runner, *verified, draft, accepted);
+      for (int32_t i = 0; i < accepted; ++i) {
+        step(*runner, *serial, {&draft[static_cast<size_t>(i)], 1});
+      }
+      EXPECT_EQ(verified->save(), serial->save()) << length << " " << accepted;
+      EXPECT_EQ(step(*runner, *verified, after), step(*runner, *serial, after));
+    }
+  }
+}
+
+// after T tokens there are floor(T / ratio) entries; an open group writes nothing.
+TEST_F(EngineTest, A06_AnOpenGroupWritesNothing) {
+  const auto runtime = open();
+  const auto runner = runtime->make_runner();
+  const auto cache = runtime->make_cache();
+  ASSERT_TRUE(cache->reserve(64).ok());
+  const ops::SourceView& source = cache->view().sources[0];
+  for (int64_t i = 0; i < 32; ++i) {
+    std::fill_n(source.main.row(i), source.main.row_bytes, uint8_t{0xFF});
+  }
+  step(*runner, *cache, tokens(31));
+  const auto untouched = [&](int64_t entry) {
+    return std::all_of(source.main.row(entry),
+                       source.main.row(entry) + source.main.row_bytes,
+                       [](uint8_t byte) { return byte == 0xFF; });
+  };
+  EXPECT_FALSE(untouched(14));
+  EXPECT_TRUE(untouched(15));
+}
+
+// ids outside of the vocabulary are refused before anything runs, and nothing changes.
+TEST_F(EngineTest, A34_TokensOutsideOfTheVocabularyAreRefused) {
+  const auto runtime = open();
+  const auto runner = runtime->make_runner();
+  const auto cache = runtime->make_cache();
+  step(*runner, *cache, tokens(5));
+  const std::string before = cache->save();
+  for (int32_t bad : {-1, 512, 517, 2147483647}) {
+    const std::vector<int32_t> ids = {3, bad};
+    const model::StepSequence sequence{.view = &cache->view(), .tokens = ids};
+    const auto result = runner->run({&sequence, 1});
+    ASSERT_FALSE(result.ok());
+    EXPECT_NE(result.error().message().find(std::to_string(bad)), std::string::npos);
+    EXPECT_EQ(cache->save(), before);
+  }
+  const std::vector<int32_t> ids = {3, 4};
+  const std::vector<uint8_t> mask = {1};
+  const model::StepSequence sequence{.view = &cache->view(), .tokens = ids, .image = mask};
+  EXPECT_EQ(runner->run({&sequence, 1}).error().code(), Code::kInvalidArgument);
+}
+
+// Image positions block Engram's look-back and route by their own bias: the mask changes the result.
+TEST_F(EngineTest, ImageRowsAreTreatedApart) {
+  const auto runtime = open();
+  const auto runner = runtime->make_runner();
+  const std::vector<int32_t> ids = tokens(6);
+  const auto run = [&](std::span<const uint8_t> mask) {
+    const auto cache = runtime->make_cache();
+    EXPECT_TRUE(cache->reserve(6).ok());
+    const model::StepSequence sequence{
+        .view = &cache->view(), .tokens = ids, .image = mask, .all_logits = true};
+    const auto logits = runner->run({&sequence, 1});
+    return std::vector<float>(logits->as<float>(), logits->as<float>() + logits->shape.elements());
+  };
+  const std::vector<uint8_t> none(6, 0), third = {0, 0, 1, 0, 0, 0};
+  const std::vector<float> plain = run({}), marked = run(third);
+  EXPECT_EQ(run(none), plain);
+  EXPECT_TRUE(std::equal(plain.begin(), plain.begin() + 2 * 512, marked.begin()));
+  EXPECT_NE(std::vector<float>(plain.end() - 512, plain.end()),
+            std::vector<float>(marked.end() - 512, marked.end()));
+}
+
+// the first forward of a process is like any other.
+TEST_F(EngineTest, A35_FirstForwardOfAnyLength) {
+  for (int64_t length : {1, 13}) {
+    const auto runtime = open();
+    const auto runner = runtime->make_runner();
+    const auto first = runtime->make_cache(), second = runtime->make_cache();
+    const std::vector<float> logits = step(*runner, *first, tokens(length));
+    EXPECT_EQ(step(*runner, *second, tokens(length)), logits);
+  }
+}
+
+// history and positions of a request that straddles two steps at any point.
+TEST_F(EngineTest, A33_AnySplitOfAPromptGivesTheSame) {
+  const auto runtime = open();
+  const auto runner = runtime->make_runner();
+  const std::vector<int32_t> ids = tokens(24);
+  const auto whole = runtime->make_cache();
+  const std::vector<float> expected = step(*runner, *whole, ids);
+  for (size_t split = 1; split < ids.size(); ++split) {
+    const auto cache = runtime->make_cache();
+    std::vector<float> logits = step(*runner, *cache, {ids.data(), split});
+    const std::vector<float> rest = step(*runner, *cache, {ids.data() + split, ids.size() - split});
+    logits.insert(logits.end(), rest.begin(), rest.end());
+    EXPECT_EQ(logits, expected) << split;
+    EXPECT_EQ(cache->save(), whole->save());
+  }
+}
+
+// neighbours in a step do not matter, and neither does what freed pages held.
+TEST_F(EngineTest, A14_NeighboursAndOldPagesDoNotMatter) {
+  const auto runtime = open();
+  const auto runner = runtime->make_runner();
+  std::vector<float> alone;
+  {
+    const auto cache = runtime->make_cache();
+    alone = step(*runner, *cache, tokens(19));
+    // Poison what the next owners of these pages and rings will get.
+    for (ops::SourceView& source : cache->view().sources) {
+      for (int64_t i = 0; i < 19; ++i) {
+        std::fill_n(source.index.row(i), source.index.row_bytes, uint8_t{0xFF});
+      }
+    }
+  }
+  std::vector<std::unique_ptr<kvcache::SequenceCache>> caches;
+  std::vector<std::vector<int32_t>> prompts;
+  std::vector<model::StepSequence> sequences;
+  for (int64_t length : {3, 19, 1, 30}) {
+    caches.push_back(runtime->make_cache());
+    ASSERT_TRUE(caches.back()->reserve(length).ok());
+    prompts.push_back(length == 19 ? tokens(19) : tokens(length, 50));
+  }
+  for (size_t i = 0; i < caches.size(); ++i) {
+    sequences.push_back({.view = &caches[i]->view(), .tokens = prompts[i], .all_logits = true});
+  }
+  const auto logits = runner->run(sequences);
+  ASSERT_TRUE(logits.ok());
+  const float* rows = logits->as<float>() + 3 * 512;
+  EXPECT_EQ(std::vector<float>(rows, rows + 19 * 512), alone);
+}
+
+TEST_F(EngineTest, ContextBeyondTheModelIsRefused) {
+  const auto runtime = open();
+  const auto runner = runtime->make_runner();
+  const auto cache = runtime->make_cache();
+  cache->view().length = 16384;
+  const std::vector<int32_t> ids = {3};
+  const model::StepSequence sequence{.view = &cache->view(), .tokens = ids};
+  EXPECT_EQ(runner->run({&sequence, 1}).error().code(), Code::kOutOfRange);
+  cache->view().length = 0;
+}
+
+TEST_F(EngineTest, RequestsAreCheckedBeforeAnythingRuns) {
+  const auto runtime = open();
+  Generator generator(*runtime, {});
+  EXPECT_FALSE(generator.generate({{.prompt = {}}}).ok());
+  EXPECT_FALSE(generator.generate({{.prompt = {5}, .max_tokens = 0}}).ok());
+  EXPECT_FALSE(generator.generate({{.prompt = {5}, .sampling = {.top_p = 2}}}).ok());
+  EXPECT_FALSE(generator.generate({{.prompt = {512}}}).ok());
+  EXPECT_FALSE(generator.score({}, 0).ok());
+}
+
+TEST_F(EngineTest, PoolExhaustionIsAnErrorNotACrash) {
+  const auto runtime = open({.max_cached_tokens = 32});
+  Generator generator(*runtime, {});
+  const auto result = generator.generate({{.prompt = tokens(40)}});
+  EXPECT_EQ(result.error().code(), Code::kResourceExhausted);
+  EXPECT_EQ(runtime->pages().pages_in_use(), 0);
+}
+
+TEST_F(EngineTest, StopIdsStopStringsAndEos) {
+  const auto runtime = open();
+  Generator generator(*runtime, {});
+  GenerateRequest request{.prompt = tokens(6), .max_tokens = 30, .ignore_eos = true};
+  const auto free = generator.generate({request});
+  ASSERT_TRUE(free.ok());
+  ASSERT_EQ((*free)[0].token_ids.size(), 30u);
+  EXPECT_EQ((*free)[0].finish, FinishReason::kLength);
+  request.stop_ids = {(*free)[0].token_ids[10]};
+  const auto stopped = generator.generate({request});
+  EXPECT_EQ((*stopped)[0].finish, FinishReason::kStop);
+  EXPECT_LE((*stopped)[0].token_ids.size(), 10u);
+  request.stop_ids.clear();
+  const std::string text = (*free)[0].text;
+  ASSERT_GT(text.size(), 6u);
+  request.stop = {text.substr(4, 2)};
+  const auto cut = generator.generate({request});
+  EXPECT_EQ((*cut)[0].text, text.substr(0, text.find(request.stop[0])));
+}
+
+TEST_F(EngineTest, UnavailableOptionsSaySo) {
+  EXPECT_EQ(Runtime::open(directory_, {.mode = Mode::kReplay}).error().code(), Code::kUnimplemented);
+  EXPECT_EQ(Runtime::open("/nonexistent", {}).error().code(), Code::kNotFound);
+}
+
+}  // namespace
+}  // namespace cachalot::engine
