@@ -40,7 +40,7 @@ void* Arena::allocate_bytes(int64_t bytes) {
     const int64_t size = std::max(bytes, block_bytes_);
     auto* memory = static_cast<uint8_t*>(std::aligned_alloc(kAlign, static_cast<size_t>(size)));
     CACHALOT_CHECK(memory != nullptr, size);
-    blocks_.push_back({std::unique_ptr<uint8_t[], Free>(memory), size});
+    blocks_.push_back({std::unique_ptr<uint8_t[], Free>(memory, Free{true}), size});
     used_ = 0;
   }
   void* result = blocks_[current_].memory.get() + used_;
