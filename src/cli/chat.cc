@@ -11,6 +11,7 @@
 #include "cli/command.h"
 #include "cli/run_flags.h"
 #include "text/chat.h"
+#include "text/chat_parser.h"
 
 namespace cachalot::cli {
 namespace {
@@ -169,22 +170,34 @@ class Conversation {
 
   Status generate(engine::Runtime& runtime) {
     CACHALOT_TRY(const text::ChatRequest request, text::parse_chat_request(body()));
-    CACHALOT_TRY(std::vector<int32_t> ids, text::encode_chat(runtime.tokenizer(), request));
+    CACHALOT_TRY(const text::RenderedChat rendered, text::render_chat(request));
+    CACHALOT_TRY(std::vector<int32_t> ids, text::encode_prompt(runtime.tokenizer(), rendered));
     CACHALOT_TRY(const engine::SamplingParams sampling, flags_.sampling.resolve());
     engine::Generator generator(runtime, flags_.run.generator_options());
-    const auto show = [](size_t, std::string_view piece) {
-      std::fwrite(piece.data(), 1, piece.size(), stdout);
-      std::fflush(stdout);
+    text::ChatParser parser(runtime.tokenizer(),
+                            {.start = rendered.start, .stop = flags_.sampling.stop});
+    Turn answer{"assistant", "", ""};
+    const auto show = [&](const std::vector<text::ChatEvent>& events) {
+      for (const text::ChatEvent& event : events) {
+        const bool reasoning = event.type == text::ChatEvent::Type::kReasoning;
+        if (!reasoning && event.type != text::ChatEvent::Type::kContent) {
+          continue;
+        }
+        (reasoning ? answer.reasoning : answer.content) += event.text;
+        // Reasoning goes to stderr, dimmed on a terminal: stdout holds the answers alone.
+        std::FILE* out = reasoning ? stderr : stdout;
+        const bool dim = reasoning && ::isatty(STDERR_FILENO) != 0;
+        std::fputs(((dim ? "\x1b[2m" : "") + event.text + (dim ? "\x1b[0m" : "")).c_str(), out);
+        std::fflush(out);
+      }
     };
-    CACHALOT_TRY(const std::vector<engine::GenerateResult> results,
-                 generator.generate({{.prompt = std::move(ids),
-                                      .sampling = sampling,
-                                      .max_tokens = flags_.tokens,
-                                      .stop = flags_.sampling.stop}},
-                                    nullptr,
-                                    show));
+    CACHALOT_RETURN_IF_ERROR(generator.generate(
+        {{.prompt = std::move(ids), .sampling = sampling, .max_tokens = flags_.tokens}},
+        nullptr,
+        {.on_token = [&](size_t, int32_t token) { show(parser.push(token)); }}));
+    show(parser.finish());
     std::fputs("\n", stdout);
-    turns_.push_back({"assistant", results[0].text, ""});
+    turns_.push_back(std::move(answer));
     return {};
   }
 

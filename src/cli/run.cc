@@ -86,13 +86,15 @@ Status run(const RunCommandFlags& flags) {
   if (stream && flags.chat.empty()) {
     std::fputs(flags.prompt.c_str(), stdout);
   }
-  const auto show = [&](size_t, std::string_view piece) {
-    std::fwrite(piece.data(), 1, piece.size(), stdout);
-    std::fflush(stdout);
-  };
+  engine::Generator::Listener listener;
+  if (stream) {
+    listener.on_text = [](size_t, std::string_view piece) {
+      std::fwrite(piece.data(), 1, piece.size(), stdout);
+      std::fflush(stdout);
+    };
+  }
   CACHALOT_TRY(const std::vector<engine::GenerateResult> results,
-               generator.generate(requests, observer.get(),
-                                  stream ? engine::Generator::OnText(show) : nullptr));
+               generator.generate(requests, observer.get(), listener));
   if (!flags.input.empty()) {
     std::string lines;
     for (size_t i = 0; i < results.size(); ++i) {

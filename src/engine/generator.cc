@@ -48,7 +48,7 @@ void visit_logits(DumpObserver* observer, const TensorView& logits, int64_t star
 Status Generator::advance(std::vector<std::unique_ptr<Running>>& running,
                           model::StepRunner& runner,
                           DumpObserver* observer,
-                          const OnText& on_text) {
+                          const Listener& listener) {
   std::vector<model::StepSequence> sequences;
   std::vector<int32_t> accepted;
   int64_t budget = options_.chunk;
@@ -104,6 +104,9 @@ Status Generator::advance(std::vector<std::unique_ptr<Running>>& running,
     } else {
       const std::vector<float> logprobs = log_softmax(values);
       result.token_ids.push_back(token);
+      if (listener.on_token) {
+        listener.on_token(r.index, token);
+      }
       result.logprobs.push_back(logprobs[static_cast<size_t>(token)]);
       if (r.request->top_logprobs > 0) {
         result.top.push_back(top_logprobs(logprobs, r.request->top_logprobs));
@@ -125,8 +128,8 @@ Status Generator::advance(std::vector<std::unique_ptr<Running>>& running,
       result.decode_seconds = now - r.first_token;
     }
     result.text += piece;
-    if (on_text && !piece.empty()) {
-      on_text(r.index, piece);
+    if (listener.on_text && !piece.empty()) {
+      listener.on_text(r.index, piece);
     }
   }
   return {};
@@ -135,7 +138,7 @@ Status Generator::advance(std::vector<std::unique_ptr<Running>>& running,
 Result<std::vector<GenerateResult>> Generator::generate(
     const std::vector<GenerateRequest>& requests,
     DumpObserver* observer,
-    const OnText& on_text) {
+    const Listener& listener) {
   const model::ModelConfig& config = runtime_.model().config;
   for (size_t i = 0; i < requests.size(); ++i) {
     const GenerateRequest& request = requests[i];
@@ -171,7 +174,7 @@ Result<std::vector<GenerateResult>> Generator::generate(
       }
       ++next;
     }
-    CACHALOT_RETURN_IF_ERROR(advance(running, *runner, observer, on_text));
+    CACHALOT_RETURN_IF_ERROR(advance(running, *runner, observer, listener));
     if (observer != nullptr && running[0]->finished) {
       CACHALOT_RETURN_IF_ERROR(observer->end());
     }

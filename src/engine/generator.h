@@ -48,15 +48,19 @@ class Generator {
  public:
   Generator(Runtime& runtime, GeneratorOptions options) : runtime_(runtime), options_(options) {}
 
-  // Text of a request as it becomes certain: whole characters, and nothing that a stop string may
-  // still claim. Called with the request's index.
-  using OnText = std::function<void(size_t, std::string_view)>;
+  // Told of a request's output while it runs, by the request's index. Either may be null.
+  struct Listener {
+    // Text as it becomes certain: whole characters, and nothing that a stop string may still claim.
+    std::function<void(size_t, std::string_view)> on_text;
+    // Every output token, EOS apart.
+    std::function<void(size_t, int32_t)> on_token;
+  };
 
   // Runs all requests; a result depends on its own request alone. With an observer requests run one
   // after the other.
   Result<std::vector<GenerateResult>> generate(const std::vector<GenerateRequest>& requests,
                                                DumpObserver* observer = nullptr,
-                                               const OnText& on_text = nullptr);
+                                               const Listener& listener = {});
 
   // The log-probability of every token given those before it. logprobs[0] and top[0] are empty.
   struct Score {
@@ -72,7 +76,7 @@ class Generator {
   Status advance(std::vector<std::unique_ptr<Running>>& running,
                  model::StepRunner& runner,
                  DumpObserver* observer,
-                 const OnText& on_text);
+                 const Listener& listener);
 
   Runtime& runtime_;
   GeneratorOptions options_;
