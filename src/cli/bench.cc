@@ -78,7 +78,6 @@ class ExpertCounter : public model::Observer {
     std::set<int32_t> distinct(rows.as<int32_t>(), rows.as<int32_t>() + rows.shape.elements());
     experts_ += static_cast<int64_t>(distinct.size());
   }
-  void visit_entry(const std::string&, int64_t, int64_t, std::span<const uint8_t>) override {}
   bool forced_experts(int64_t, const TensorView&, const model::ObservedRows&) override {
     return false;
   }

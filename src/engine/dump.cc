@@ -144,16 +144,6 @@ void DumpObserver::visit(const std::string& name,
   }
 }
 
-void DumpObserver::visit_entry(const std::string& name,
-                               int64_t,
-                               int64_t,
-                               std::span<const uint8_t> row) {
-  collect(name,
-          TensorView(const_cast<uint8_t*>(row.data()),
-                     DType::kU8,
-                     {1, static_cast<int64_t>(row.size())}));
-}
-
 bool DumpObserver::forced_experts(int64_t layer,
                                   const TensorView& experts,
                                   const model::ObservedRows& where) {

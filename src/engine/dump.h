@@ -30,10 +30,6 @@ class DumpObserver : public model::Observer {
   void visit(const std::string& name,
              const TensorView& rows,
              const model::ObservedRows& where) override;
-  void visit_entry(const std::string& name,
-                   int64_t sequence,
-                   int64_t entry,
-                   std::span<const uint8_t> row) override;
   bool forced_experts(int64_t layer,
                       const TensorView& experts,
                       const model::ObservedRows& where) override;

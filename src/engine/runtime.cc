@@ -62,14 +62,14 @@ Result<std::unique_ptr<Runtime>> Runtime::open(const std::string& directory,
   }
   CACHALOT_TRY(model::Checkpoint checkpoint, model::Checkpoint::open(directory));
   CACHALOT_TRY(text::Tokenizer tokenizer, text::Tokenizer::load(directory + "/tokenizer.json"));
-  const model::ModelConfig& config = checkpoint.config();
-  if (tokenizer.vocab_size() > config.vocab_size) {
+  std::unique_ptr<Runtime> runtime(new Runtime(std::move(checkpoint), std::move(tokenizer)));
+  const model::ModelConfig& config = runtime->checkpoint_.config();
+  if (runtime->tokenizer_.vocab_size() > config.vocab_size) {
     return invalid("'{}/tokenizer.json' has {} tokens, vocab_size is {}",
                    directory,
-                   tokenizer.vocab_size(),
+                   runtime->tokenizer_.vocab_size(),
                    config.vocab_size);
   }
-  std::unique_ptr<Runtime> runtime(new Runtime(std::move(checkpoint), std::move(tokenizer)));
   runtime->directory_ = directory;
   runtime->options_ = options;
   std::vector<int32_t> classes;
@@ -81,7 +81,7 @@ Result<std::unique_ptr<Runtime>> Runtime::open(const std::string& directory,
                      .with(directory + "/tokenizer.json"));
   }
   CACHALOT_TRY(runtime->model_,
-               model::make_model(runtime->checkpoint_.config(),
+               model::make_model(config,
                                  runtime->checkpoint_.weights(),
                                  std::move(classes)));
   runtime->layout_ = cache_layout(runtime->model_.config, options.page_tokens);

@@ -342,15 +342,25 @@ void InferExec::compress_store(const LayerSpec& layer,
   if (observer_ == nullptr || failed()) {
     return;
   }
+  observe_entries(layer, "main_codes", source.main);
+  observe_entries(layer, "index_codes", source.index);
+}
+
+// The rows that the closing groups appended, gathered from the pages.
+void InferExec::observe_entries(const LayerSpec& layer,
+                                const char* what,
+                                const ops::PagedRows* pages) {
   const StepPlan::Groups& groups = plan_.groups.at(layer.ratio);
-  for (size_t g = 0; g < groups.row.size(); ++g) {
-    const int32_t s = groups.sequence[g], entry = groups.entry[g];
-    const auto row = [&](const ops::PagedRows& pages) {
-      return std::span<const uint8_t>(pages.row(entry), static_cast<size_t>(pages.row_bytes));
-    };
-    observer_->visit_entry(name(layer, "main_codes"), s, entry, row(source.main[s]));
-    observer_->visit_entry(name(layer, "index_codes"), s, entry, row(source.index[s]));
+  const auto count = static_cast<int64_t>(groups.row.size());
+  const int64_t bytes = pages[0].row_bytes;
+  const Var rows = make(DType::kU8, {count, bytes});
+  for (int64_t g = 0; g < count; ++g) {
+    const auto index = static_cast<size_t>(g);
+    std::memcpy(rows.as<uint8_t>() + g * bytes,
+                pages[groups.sequence[index]].row(groups.entry[index]),
+                static_cast<size_t>(bytes));
   }
+  observe(layer, what, rows);
 }
 
 void InferExec::index_select(const LayerSpec& layer, Var q, Var w, Published<Var>& published) {

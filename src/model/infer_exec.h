@@ -107,6 +107,7 @@ class InferExec {
   // Longest visible entry list of any row at a ratio.
   int64_t most_entries(int64_t ratio) const;
   void observe(const LayerSpec& layer, const char* what, const Var& rows);
+  void observe_entries(const LayerSpec& layer, const char* what, const ops::PagedRows* pages);
   void observe_stream(const LayerSpec& layer, const char* what, StreamVar& stream);
   void check_ids(const LayerSpec& layer,
                  const char* what,

@@ -67,7 +67,7 @@ def test_threads(cachalot, checkpoint, tmp_path, backend):
 def generate(cachalot, directory, prompts, work, *flags):
     lines = write_lines(work / "prompts.jsonl", [{"tokens": p} for p in prompts])
     text = cachalot(
-        "run", "-m", directory, "--input", lines, "--output", "-", "--ignore-eos", *flags
+        "run", "-m", directory, "--input", lines, "--output", "-", "--ignore-eos", "--threads", 1, *flags
     )
     keys = ("prompt_token_ids", "token_ids", "text", "logprobs")
     return [{key: line[key] for key in keys} for line in read_lines(text)]

@@ -66,8 +66,9 @@ def score(cachalot, directory, prompts, work, *flags):
     lines = write_lines(work / "input.jsonl", [{"tokens": p} for p in prompts])
     output = work / "output.jsonl"
     dumps = work / "dump"
+    threads = () if "--threads" in flags else ("--threads", 1)  # t1 is too small to share
     cachalot(
-        "score", "-m", directory, "--input", lines, "--output", output, "--dump", dumps, *flags
+        "score", "-m", directory, "--input", lines, "--output", output, "--dump", dumps, *flags, *threads
     )
     return (
         read_lines(output.read_text()),

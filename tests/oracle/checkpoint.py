@@ -121,7 +121,8 @@ class Config:
         return "reindex" if layer in self.index_source_layer_ids else "reuse"
 
     def uses_candidates(self, layer):
-        return layer in self.index_source_layer_ids and layer > self.candidate_source_layer_id
+        source = self.candidate_source_layer_id
+        return source >= 0 and layer in self.index_source_layer_ids and layer > source
 
 
 class Checkpoint:
