@@ -34,20 +34,35 @@ Philox stream_of(uint64_t seed, std::string_view name) {
   return Philox(seed, XXH3_64bits(name.data(), name.size()));
 }
 
-// About standard normal: the sum of four bytes. Each 32-bit word gives one value, without any
-// function of the C library, so the bytes of a checkpoint do not depend on the machine.
-void fill_normal(const Philox& random, int64_t begin, std::span<float> out) {
+// About standard normal: the sum of the four bytes of a word. Uses no function of the C library, so
+// the bytes of a checkpoint do not depend on the machine.
+float normal_from(uint32_t word) {
   constexpr float kMean = 510.0f;                   // 4 * 127.5
   constexpr float kInverseDeviation = 1 / 147.80f;  // 4 * (256^2 - 1) / 12 is its square
-  std::array<uint32_t, 4> words{};
-  for (size_t i = 0; i < out.size(); ++i) {
-    const uint64_t index = static_cast<uint64_t>(begin) + i;
-    if (i == 0 || index % 4 == 0) {
-      words = random.words(index / 4);
+  const uint32_t pairs = (word & 0x00FF00FF) + ((word >> 8) & 0x00FF00FF);
+  const auto sum = static_cast<int32_t>((pairs + (pairs >> 16)) & 0xFFFF);
+  return (static_cast<float>(sum) - kMean) * kInverseDeviation;
+}
+
+// Elements [begin, begin + out.size()); each 32-bit word of the generator gives one.
+void fill_normal(const Philox& random, int64_t begin, std::span<float> out) {
+  size_t i = 0;
+  auto index = static_cast<uint64_t>(begin);
+  const auto one = [&] {
+    out[i++] = normal_from(random.words(index / 4)[index % 4]);
+    ++index;
+  };
+  while (i < out.size() && index % 4 != 0) {
+    one();
+  }
+  for (; i + 4 <= out.size(); i += 4, index += 4) {
+    const std::array<uint32_t, 4> words = random.words(index / 4);
+    for (size_t k = 0; k < 4; ++k) {
+      out[i + k] = normal_from(words[k]);
     }
-    const uint32_t w = words[index % 4];
-    const uint32_t sum = (w & 255) + ((w >> 8) & 255) + ((w >> 16) & 255) + (w >> 24);
-    out[i] = (static_cast<float>(sum) - kMean) * kInverseDeviation;
+  }
+  while (i < out.size()) {
+    one();
   }
 }
 
