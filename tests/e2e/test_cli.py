@@ -1,0 +1,135 @@
+"""The command line as a contract: exit statuses, JSON fields, clear refusals."""
+
+import json
+import shutil
+
+import pytest
+
+from conftest import read_lines, write_lines
+
+
+def test_wrong_usage_exits_with_2(cachalot):
+    for arguments in ((), ("fly",), ("run",), ("run", "-m"), ("score", "--input", "x"), ("bench",)):
+        cachalot(*arguments, status=2)
+    for arguments in (("--help",), ("run", "--help"), ("synth", "--help"), ("--version",)):
+        assert cachalot(*arguments)
+
+
+def test_failures_exit_with_1_and_name_the_file(cachalot, tmp_path, checkpoint):
+    missing = tmp_path / "missing"
+    for command in (("inspect", missing), ("verify", missing), ("run", "-m", missing, "-p", "x")):
+        cachalot(*command, status=1)
+        assert str(missing) in cachalot.errors
+    cachalot("score", "-m", checkpoint(), "--input", missing, "--output", "-", status=1)
+    assert str(missing) in cachalot.errors
+
+
+@pytest.mark.parametrize(
+    "line, field",
+    [
+        ("[1, 2]", "object"),
+        ("{", "object"),
+        ('{"tokens": "x"}', "tokens"),
+        ('{"tokens": [1.5]}', "tokens"),
+        ('{"text": 3}', "text"),
+        ('{"tokens": []}', "tokens"),
+    ],
+)
+def test_bad_input_lines_name_line_and_field(cachalot, tmp_path, checkpoint, line, field):
+    path = tmp_path / "in.jsonl"
+    path.write_text('{"tokens": [5]}\n\n' + line + "\n")
+    cachalot("score", "-m", checkpoint(), "--input", path, "--output", "-", status=1)
+    assert field in cachalot.errors and str(path) in cachalot.errors
+
+
+def test_inspect_json(cachalot, checkpoint):
+    document = json.loads(cachalot("inspect", checkpoint(), "--json"))
+    assert document["tensors"] > 0 and document["total_bytes"] > 0
+    names = {"backbone", "engram", "draft", "vision", "total", "active_prefill", "active_decode"}
+    assert names <= document["parameters"].keys()
+    assert document["cache_bytes_per_token"] == 79.5
+    assert document["window_bytes_per_request"] == 10 * 8 * 66
+    modes = [layer["mode"] for layer in document["layers"]]
+    assert modes == ["window"] * 2 + ["full"] + ["reuse"] * 2 + [
+        "full", "reuse", "reindex", "reuse", "reindex",
+    ]
+    keys = {"index", "ratio", "mode", "kv_source", "index_source", "candidate_source", "engram"}
+    assert all(keys <= layer.keys() for layer in document["layers"])
+
+
+def test_run_json(cachalot, checkpoint):
+    text = cachalot(
+        "run", "-m", checkpoint(), "-p", "whale", "-n", 5, "--ignore-eos", "--json", "--seed", 3
+    )
+    document = json.loads(text)
+    assert len(document["token_ids"]) == len(document["logprobs"]) == 5
+    assert document["finish_reason"] == "length"
+    assert document["timing"].keys() >= {"load_s", "prefill_s", "decode_s"}
+    assert document["prompt_token_ids"][0] == 0
+
+
+def test_tokenize(cachalot, checkpoint, tmp_path):
+    document = json.loads(cachalot("tokenize", "-m", checkpoint(), "--text", "a whale \U0001f40b", "--json"))
+    assert document["text"] == "a whale \U0001f40b"
+    chat = tmp_path / "chat.json"
+    chat.write_text(json.dumps({"messages": [{"role": "user", "content": "hi"}]}))
+    assert json.loads(cachalot("tokenize", "-m", checkpoint(), "--chat", chat, "--json"))["token_ids"]
+    chat.write_text(json.dumps({"messages": [{"role": "pirate", "content": "hi"}]}))
+    cachalot("tokenize", "-m", checkpoint(), "--chat", chat, status=1)
+    assert "role" in cachalot.errors
+
+
+def test_doctor_json(cachalot):
+    document = json.loads(cachalot("doctor", "--json"))
+    backends = {backend["name"]: backend for backend in document["backends"]}
+    assert backends["ref"]["built_in"] and backends["cpu"]["built_in"]
+    assert "attend" in backends["cpu"]["kernels"]
+
+
+def test_synth_is_deterministic_and_verifies(cachalot, tmp_path):
+    for name, threads in (("a", 1), ("b", 2)):
+        cachalot("synth", "--preset", "t1", "--seed", 9, "--out", tmp_path / name)
+    files = sorted(p.name for p in (tmp_path / "a").iterdir())
+    assert files == sorted(p.name for p in (tmp_path / "b").iterdir())
+    for name in files:
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+    cachalot("verify", tmp_path / "a")
+
+
+def test_damaged_checkpoints_are_refused(cachalot, tmp_path, checkpoint):
+    for damage in ("truncate", "rename", "config"):
+        directory = tmp_path / damage
+        shutil.copytree(checkpoint(), directory)
+        shard = sorted(directory.glob("*.safetensors"))[0]
+        if damage == "truncate":
+            shard.write_bytes(shard.read_bytes()[:-10])
+        elif damage == "rename":
+            shard.write_bytes(shard.read_bytes().replace(b"embed.weight", b"embed.weighs"))
+        else:
+            config = json.loads((directory / "config.json").read_text())
+            config["text_config"]["hidden_size"] = 96
+            (directory / "config.json").write_text(json.dumps(config))
+        cachalot("run", "-m", directory, "-p", "x", "-n", 1, status=1)
+        assert str(directory) in cachalot.errors
+
+
+def test_chat_over_a_pipe(cachalot, checkpoint, tmp_path):
+    saved = tmp_path / "saved.json"
+    commands = f"hello\n/effort 40\n/effort banana\n/think on\n/save {saved}\n/reset\n/quit\n"
+    cachalot("chat", "-m", checkpoint(), "-n", 5, stdin=commands.encode())
+    assert "banana" in cachalot.errors
+    document = json.loads(saved.read_text())
+    assert document["messages"][0] == {"role": "user", "content": "hello"}
+    assert document["reasoning_effort"] == 40
+
+
+def test_unavailable_modes_say_so(cachalot, checkpoint):
+    for flags in (("--mode", "replay"), ("--spec", "dspark"), ("--backend", "cuda")):
+        cachalot("run", "-m", checkpoint(), "-p", "x", "-n", 1, *flags, status=1)
+        assert flags[1] in cachalot.errors
+
+
+def test_stop_strings_and_batches(cachalot, checkpoint, tmp_path):
+    lines = write_lines(tmp_path / "p.jsonl", [{"tokens": [0, 5, 9]}, {"text": "abc"}])
+    text = cachalot("run", "-m", checkpoint(), "--input", lines, "--output", "-", "-n", 4, "--ignore-eos")
+    assert [len(line["token_ids"]) for line in read_lines(text)] == [4, 4]
