@@ -111,20 +111,20 @@ void sort_tool_results(std::vector<Message>* messages) {
       continue;
     }
     std::vector<size_t> slots;
-    std::vector<ContentBlock> results;
+    // (place of the call, slot): the slot keeps the results of one call in their order.
+    std::vector<std::pair<size_t, size_t>> keys;
     for (size_t i = 0; i < message.content.size(); ++i) {
       if (message.content[i].type == ContentBlock::Type::kToolResult) {
+        const auto found = order.find(message.content[i].tool_use_id);
+        keys.emplace_back(found != order.end() ? found->second : 0, i);
         slots.push_back(i);
-        results.push_back(std::move(message.content[i]));
       }
     }
-    const auto position = [&](const ContentBlock& block) {
-      const auto found = order.find(block.tool_use_id);
-      return found != order.end() ? found->second : 0;
-    };
-    std::stable_sort(results.begin(), results.end(), [&](const auto& a, const auto& b) {
-      return position(a) < position(b);
-    });
+    std::sort(keys.begin(), keys.end());
+    std::vector<ContentBlock> results;
+    for (const auto& [call, slot] : keys) {
+      results.push_back(std::move(message.content[slot]));
+    }
     for (size_t i = 0; i < slots.size(); ++i) {
       message.content[slots[i]] = std::move(results[i]);
     }

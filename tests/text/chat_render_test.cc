@@ -165,14 +165,14 @@ TEST(ChatRender, ControlStringsOfUsersStayText) {
                      {"type", "function"},
                      {"function", {{"name", all}, {"arguments", json{{all, all}}.dump()}}}};
   const json body = {
-      {"tools", {tool}},
+      {"tools", json::array({tool})},
       {"messages",
        {{{"role", "system"}, {"content", all}, {"response_format", {{"type", all}}}},
         {{"role", "user"}, {"content", {{{"type", "text"}, {"text", all}}, {{"type", all}}}}},
         {{"role", "assistant"},
          {"content", all},
          {"reasoning_content", all},
-         {"tool_calls", {call}}},
+         {"tool_calls", json::array({call})}},
         {{"role", "tool"}, {"tool_call_id", "c"}, {"content", all}},
         {{"role", "latest_reminder"}, {"content", all}}}}};
   // The same request with harmless text has the same control tokens.
@@ -217,17 +217,17 @@ TEST(ChatRender, ToolsOfTheRequestJoinTheFirstSystemMessage) {
   const json tool = {{"type", "function"}, {"function", {{"name", "f"}}}};
   const json other = {{"type", "function"}, {"function", {{"name", "g"}}}};
   json body = user_request("U");
-  body["tools"] = {tool};
+  body["tools"] = json::array({tool});
   const std::string inserted = render(body.dump()).display();
   json with_system = body;
   with_system["messages"] = {{{"role", "system"}, {"content", ""}}, body["messages"][0]};
   EXPECT_EQ(render(with_system.dump()).display(), inserted);
   json on_message = user_request("U");
-  on_message["messages"] = {{{"role", "system"}, {"content", ""}, {"tools", {tool}}},
+  on_message["messages"] = {{{"role", "system"}, {"content", ""}, {"tools", json::array({tool})}},
                             body["messages"][0]};
   EXPECT_EQ(render(on_message.dump()).display(), inserted);
   // Both places: none is lost.
-  on_message["tools"] = {other};
+  on_message["tools"] = json::array({other});
   const std::string both = render(on_message.dump()).display();
   EXPECT_NE(both.find("\n{\"name\": \"f\"}\n{\"name\": \"g\"}\n"), std::string::npos) << both;
 }
