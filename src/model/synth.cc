@@ -25,7 +25,7 @@ namespace {
 
 constexpr double kEmbeddingOutlier = 4.0;
 constexpr double kNormOutlier = 3.0;
-constexpr double kCombDiagonal = 1.5;
+constexpr double kCombDiagonal = 2.0;
 
 // Elements generated at once: bounds the memory.
 constexpr int64_t kChunkElements = 1 << 22;

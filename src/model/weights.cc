@@ -27,6 +27,7 @@ constexpr Spread kIndexNorm = {0.5, 0.1};
 constexpr Spread kPlainNorm = {1.0, 0.15};
 constexpr Spread kSink = {1.0, 0.7};
 constexpr Spread kEngramGate = {1.0, 0.3};
+constexpr Spread kHcBase = {0, 1.2};  // uneven streams and an asymmetric comb
 constexpr double kStream = 0.12;      // embedding, hence the first residual stream
 constexpr double kSublayer = 0.036;   // what attention or the experts add: a third of it
 constexpr double kInjection = 0.06;   // Engram value, before its gate of about a half
@@ -35,9 +36,10 @@ constexpr double kQuery = 2.5;        // attention logits spread by 1 to 1.5
 constexpr double kMixedValue = 0.16;  // attention output: values averaged over some keys
 constexpr double kGroupOut = 0.1;     // between wo_a and wo_b
 constexpr double kRouter = 2.0;
-constexpr double kRouterBias = 0.15;  // changes some selections
-constexpr double kGate = 1.0;         // w1 x and w3 x
-constexpr double kSwiglu = 0.6;       // RMS of silu(a) b for normal a and b
+// Times 1/sqrt(experts): changes about a third of the selections.
+constexpr double kRouterBias = 0.4;
+constexpr double kGate = 1.0;    // w1 x and w3 x
+constexpr double kSwiglu = 0.6;  // RMS of silu(a) b for normal a and b
 constexpr double kLogit = 2.0;
 constexpr double kTable = 0.05;
 constexpr double kMarkov = 0.5;
@@ -200,8 +202,7 @@ class Walk {
            WeightRole::kHcFn,
            gain(1, 1, m * c_.hidden_size),
            &hc.fn);
-    vector(
-        format("hc_{}_base", site), {rows}, DType::kF32, WeightRole::kHcBase, {0, 0.7}, &hc.base);
+    vector(format("hc_{}_base", site), {rows}, DType::kF32, WeightRole::kHcBase, kHcBase, &hc.base);
     vector(
         format("hc_{}_scale", site), {3}, DType::kF32, WeightRole::kHcScale, {0.5, 0.1}, &hc.scale);
   }
@@ -253,22 +254,18 @@ class Walk {
     const double routed = c_.routed_scaling_factor;
     const double output = kSublayer / std::sqrt(static_cast<double>(c_.n_shared_experts) +
                                                 routed * routed / static_cast<double>(chosen));
+    const double bias = kRouterBias / std::sqrt(static_cast<double>(experts));
     plain("ffn.gate.weight",
           {experts, c_.hidden_size},
           WeightRole::kRouter,
           gain(rms(kFfnNorm), kRouter, c_.hidden_size),
           &moe.gate);
-    vector("ffn.gate.bias",
-           {experts},
-           DType::kF32,
-           WeightRole::kRouterBias,
-           {0, kRouterBias},
-           &moe.bias);
+    vector("ffn.gate.bias", {experts}, DType::kF32, WeightRole::kRouterBias, {0, bias}, &moe.bias);
     vector("ffn.gate.bias_vl",
            {experts},
            DType::kF32,
            WeightRole::kRouterBias,
-           {0, kRouterBias},
+           {0, bias},
            &moe.bias_vl);
     moe.experts.resize(static_cast<size_t>(experts));
     for (int64_t e = 0; e < experts; ++e) {
