@@ -143,7 +143,8 @@ Result<Measurement> measure_step(engine::Runtime& runtime, model::StepRunner& ru
                                  int64_t rows) {
   StepBench bench;
   for (int64_t i = 0; i < batch; ++i) {
-    bench.caches.push_back(runtime.make_cache());
+    CACHALOT_TRY(std::unique_ptr<kvcache::SequenceCache> cache, runtime.make_cache());
+    bench.caches.push_back(std::move(cache));
     CACHALOT_RETURN_IF_ERROR(fill(runtime, runner, flags, context, *bench.caches.back(),
                                   static_cast<uint64_t>(100 + i)));
     CACHALOT_RETURN_IF_ERROR(bench.caches.back()->reserve(context + rows));
@@ -172,7 +173,7 @@ Result<Measurement> measure_step(engine::Runtime& runtime, model::StepRunner& ru
 
 Status bench_decode(const BenchFlags& flags) {
   CACHALOT_TRY(const std::unique_ptr<engine::Runtime> runtime, open_runtime(flags.run));
-  const std::unique_ptr<model::StepRunner> runner = runtime->make_runner();
+  CACHALOT_TRY(const std::unique_ptr<model::StepRunner> runner, runtime->make_runner());
   CACHALOT_TRY(Measurement m,
                measure_step(*runtime, *runner, flags, flags.batch, flags.context, 1));
   m.name = "decode";
@@ -184,7 +185,7 @@ Status bench_decode(const BenchFlags& flags) {
 
 Status bench_prefill(const BenchFlags& flags) {
   CACHALOT_TRY(const std::unique_ptr<engine::Runtime> runtime, open_runtime(flags.run));
-  const std::unique_ptr<model::StepRunner> runner = runtime->make_runner();
+  CACHALOT_TRY(const std::unique_ptr<model::StepRunner> runner, runtime->make_runner());
   CACHALOT_TRY(Measurement m,
                measure_step(*runtime, *runner, flags, 1, flags.context, flags.tokens));
   m.name = "prefill";

@@ -152,7 +152,7 @@ Result<std::vector<GenerateResult>> Generator::generate(
         validate(request.sampling, config.vocab_size).with(format("request {}", i)));
   }
   std::vector<GenerateResult> results(requests.size());
-  const std::unique_ptr<model::StepRunner> runner = runtime_.make_runner();
+  CACHALOT_TRY(const std::unique_ptr<model::StepRunner> runner, runtime_.make_runner());
   std::vector<std::unique_ptr<Running>> running;
   size_t next = 0;
   const auto limit =
@@ -160,10 +160,11 @@ Result<std::vector<GenerateResult>> Generator::generate(
   while (next < requests.size() || !running.empty()) {
     while (next < requests.size() && running.size() < limit) {
       const GenerateRequest& request = requests[next];
+      CACHALOT_TRY(std::unique_ptr<kvcache::SequenceCache> cache, runtime_.make_cache());
       running.emplace_back(new Running{.index = next,
                          .request = &request,
                          .result = &results[next],
-                         .cache = runtime_.make_cache(),
+                         .cache = std::move(cache),
                          .sampler = Sampler(request.sampling),
                          .detokenizer = text::Detokenizer(runtime_.tokenizer()),
                          .stop = StopMatcher(request.stop),
@@ -192,8 +193,8 @@ Result<Generator::Score> Generator::score(const std::vector<int32_t>& tokens,
   }
   score.logprobs.resize(tokens.size());
   score.top.resize(tokens.size());
-  const std::unique_ptr<model::StepRunner> runner = runtime_.make_runner();
-  const std::unique_ptr<kvcache::SequenceCache> cache = runtime_.make_cache();
+  CACHALOT_TRY(const std::unique_ptr<model::StepRunner> runner, runtime_.make_runner());
+  CACHALOT_TRY(const std::unique_ptr<kvcache::SequenceCache> cache, runtime_.make_cache());
   const auto total = static_cast<int64_t>(tokens.size());
   for (int64_t begin = 0; begin < total; begin += options_.chunk) {
     const int64_t n = std::min(options_.chunk, total - begin);

@@ -60,6 +60,7 @@ Result<std::unique_ptr<Runtime>> Runtime::open(const std::string& directory,
                  "backend {} is not part of this build",
                  ops::backend_name(options.backend));
   }
+  CACHALOT_TRY(ops::Memory* const memory, ops::backend_memory(options.backend));
   CACHALOT_TRY(model::Checkpoint checkpoint, model::Checkpoint::open(directory));
   CACHALOT_TRY(text::Tokenizer tokenizer, text::Tokenizer::load(directory + "/tokenizer.json"));
   std::unique_ptr<Runtime> runtime(new Runtime(std::move(checkpoint), std::move(tokenizer)));
@@ -80,10 +81,12 @@ Result<std::unique_ptr<Runtime>> Runtime::open(const std::string& directory,
                                   config.engram_compressed_vocab_size)
                      .with(directory + "/tokenizer.json"));
   }
-  CACHALOT_TRY(runtime->model_,
-               model::make_model(config,
-                                 runtime->checkpoint_.weights(),
-                                 std::move(classes)));
+  model::ModelWeights weights = runtime->checkpoint_.weights();
+  if (memory->device() != Device::kCpu) {
+    CACHALOT_TRY(runtime->device_weights_, model::copy_to_device(weights, *memory));
+    weights = runtime->device_weights_.weights;
+  }
+  CACHALOT_TRY(runtime->model_, model::make_model(config, std::move(weights), std::move(classes)));
   runtime->layout_ = cache_layout(runtime->model_.config, options.page_tokens);
   const int64_t max_pages =
       options.max_cached_tokens > 0
@@ -91,17 +94,18 @@ Result<std::unique_ptr<Runtime>> Runtime::open(const std::string& directory,
                 runtime->layout_.page_tokens
           : std::numeric_limits<int64_t>::max();
   runtime->pages_ =
-      std::make_unique<kvcache::PagePool>(std::max<int64_t>(runtime->layout_.page_bytes(), 1), max_pages);
+      std::make_unique<kvcache::PagePool>(
+      *memory, std::max<int64_t>(runtime->layout_.page_bytes(), 1), max_pages);
   runtime->threads_ = std::make_unique<ThreadPool>(options.threads);
   runtime->load_seconds_ = now_seconds() - started;
   return runtime;
 }
 
-std::unique_ptr<model::StepRunner> Runtime::make_runner() {
+Result<std::unique_ptr<model::StepRunner>> Runtime::make_runner() {
   ops::OpContext context;
   context.backend = options_.backend;
   context.pool = options_.backend == ops::Backend::kCpu ? threads_.get() : nullptr;
-  return std::make_unique<model::StepRunner>(model_, context, options_.precision);
+  return model::StepRunner::create(model_, context, options_.precision);
 }
 
 }  // namespace cachalot::engine

@@ -11,6 +11,7 @@
 #include "kvcache/page_pool.h"
 #include "kvcache/sequence_cache.h"
 #include "model/checkpoint.h"
+#include "model/device_weights.h"
 #include "model/model.h"
 #include "model/step.h"
 #include "text/tokenizer.h"
@@ -55,11 +56,11 @@ class Runtime {
   ThreadPool& threads() { return *threads_; }
   double load_seconds() const { return load_seconds_; }
 
-  std::unique_ptr<kvcache::SequenceCache> make_cache() {
-    return std::make_unique<kvcache::SequenceCache>(layout_, *pages_);
+  Result<std::unique_ptr<kvcache::SequenceCache>> make_cache() {
+    return kvcache::SequenceCache::create(layout_, *pages_);
   }
   // An executor of this model; several may exist, one runs at a time.
-  std::unique_ptr<model::StepRunner> make_runner();
+  Result<std::unique_ptr<model::StepRunner>> make_runner();
 
  private:
   Runtime(model::Checkpoint checkpoint, text::Tokenizer tokenizer)
@@ -69,6 +70,7 @@ class Runtime {
   RuntimeOptions options_;
   model::Checkpoint checkpoint_;
   text::Tokenizer tokenizer_;
+  model::DeviceWeights device_weights_;  // of a backend with its own memory
   model::Model model_;
   kvcache::CacheLayout layout_;
   std::unique_ptr<kvcache::PagePool> pages_;

@@ -1,6 +1,7 @@
 #include "kvcache/page_pool.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "base/check.h"
 #include "base/format.h"
@@ -13,8 +14,8 @@ constexpr int64_t kSlabBytes = int64_t{8} << 20;
 
 }  // namespace
 
-PagePool::PagePool(int64_t page_bytes, int64_t max_pages)
-    : page_bytes_(page_bytes), max_pages_(max_pages) {
+PagePool::PagePool(ops::Memory& memory, int64_t page_bytes, int64_t max_pages)
+    : memory_(memory), page_bytes_(page_bytes), max_pages_(max_pages) {
   CACHALOT_CHECK(page_bytes > 0, page_bytes);
 }
 
@@ -28,11 +29,11 @@ Result<uint8_t*> PagePool::take() {
                    max_pages_,
                    page_bytes_);
     }
-    // Default-initialized: pages are written before they are read, so zeroing would only touch memory.
-    slabs_.emplace_back(new uint8_t[static_cast<size_t>(count * page_bytes_)]);
+    CACHALOT_TRY(ops::Buffer slab, ops::Buffer::allocate(memory_, count * page_bytes_));
     for (int64_t i = count - 1; i >= 0; --i) {
-      free_.push_back(slabs_.back().get() + i * page_bytes_);
+      free_.push_back(slab.data() + i * page_bytes_);
     }
+    slabs_.push_back(std::move(slab));
     made_ += count;
   }
   uint8_t* page = free_.back();

@@ -11,8 +11,9 @@
 namespace cachalot::kvcache {
 namespace {
 
-// Record: header, then lookback, window slots in use, open groups, main and index rows per source.
+// Record: header, look-back, window slots in use, then per source its open group and rows.
 // All integers little-endian.
+constexpr int64_t kMaxLength = int64_t{1} << 32;
 constexpr char kMagic[8] = {'C', 'A', 'C', 'H', 'S', 'E', 'Q', '1'};
 
 struct RecordHeader {
@@ -39,22 +40,31 @@ uint64_t record_checksum(std::string_view record) {
 
 }  // namespace
 
-SequenceCache::SequenceCache(const CacheLayout& layout, PagePool& pool)
-    : layout_(layout), pool_(pool) {
+Result<std::unique_ptr<SequenceCache>> SequenceCache::create(const CacheLayout& layout,
+                                                             PagePool& pool) {
   CACHALOT_CHECK(pool.page_bytes() == layout.page_bytes(), pool.page_bytes(), layout.page_bytes());
+  std::unique_ptr<SequenceCache> cache(new SequenceCache(layout, pool));
   const size_t sources = layout.ratios.size();
-  main_pages_.resize(sources);
-  index_pages_.resize(sources);
-  view_.sources.resize(sources);
-  for (int64_t ratio : layout.ratios) {
-    CACHALOT_CHECK(layout.page_tokens % ratio == 0, layout.page_tokens, ratio);
-    open_groups_.emplace_back(ratio == 2 ? static_cast<size_t>(2 * layout.compressed_dim) : 0);
-  }
-  rings_.reset(new uint8_t[static_cast<size_t>(layout.window_bytes())]);
+  cache->main_pages_.resize(sources);
+  cache->index_pages_.resize(sources);
+  cache->view_.sources.resize(sources);
+  CACHALOT_TRY(cache->rings_, ops::Buffer::allocate(pool.memory(), layout.window_bytes()));
   for (int64_t layer = 0; layer < layout.layers; ++layer) {
-    view_.rings.push_back(rings_.get() + layer * layout.window * layout.window_row_bytes);
+    cache->view_.rings.push_back(cache->rings_.data() +
+                                 layer * layout.window * layout.window_row_bytes);
   }
-  clear();
+  const int64_t group_bytes = 2 * layout.compressed_dim * 4;
+  CACHALOT_TRY(cache->open_groups_,
+               ops::Buffer::allocate(pool.memory(), static_cast<int64_t>(sources) * group_bytes));
+  for (size_t source = 0; source < sources; ++source) {
+    CACHALOT_CHECK(layout.page_tokens % layout.ratios[source] == 0, layout.page_tokens);
+    if (layout.ratios[source] == 2) {
+      cache->view_.sources[source].open_group = reinterpret_cast<float*>(
+          cache->open_groups_.data() + static_cast<int64_t>(source) * group_bytes);
+    }
+  }
+  cache->clear();
+  return cache;
 }
 
 SequenceCache::~SequenceCache() { clear(); }
@@ -100,32 +110,46 @@ void SequenceCache::bind_pages() {
       index_pages_[source].push_back(page + offset + rows * layout_.main_row_bytes);
     }
     offset += rows * (layout_.main_row_bytes + layout_.index_row_bytes);
-    view_.sources[source] = {
-        .main = {main_pages_[source].data(), rows, layout_.main_row_bytes},
-        .index = {index_pages_[source].data(), rows, layout_.index_row_bytes},
-        .open_group = open_groups_[source].empty() ? nullptr : open_groups_[source].data()};
+    ops::SourceView& view = view_.sources[source];
+    view.main = {main_pages_[source].data(), rows, layout_.main_row_bytes};
+    view.index = {index_pages_[source].data(), rows, layout_.index_row_bytes};
+    view.page_count = static_cast<int64_t>(pages_.size());
   }
 }
 
-std::string SequenceCache::save() const {
-  std::string record(sizeof(RecordHeader), '\0');
-  const auto append = [&](const void* data, int64_t bytes) {
-    record.append(static_cast<const char*>(data), static_cast<size_t>(bytes));
-  };
-  append(view_.lookback.data(), layout_.lookback * 4);
-  const int64_t slots = std::min(layout_.window, view_.length);
-  for (const uint8_t* ring : view_.rings) {
-    append(ring, slots * layout_.window_row_bytes);
-  }
-  for (const std::vector<float>& group : open_groups_) {
-    append(group.data(), static_cast<int64_t>(group.size()) * 4);
+template <class Visit>
+Status SequenceCache::for_each_part(int64_t length, const Visit& visit) const {
+  const int64_t slots = std::min(layout_.window, length);
+  for (uint8_t* ring : view_.rings) {
+    CACHALOT_RETURN_IF_ERROR(visit(ring, slots * layout_.window_row_bytes));
   }
   for (size_t source = 0; source < layout_.ratios.size(); ++source) {
-    for (int64_t i = 0; i < view_.length / layout_.ratios[source]; ++i) {
-      append(view_.sources[source].main.row(i), layout_.main_row_bytes);
-      append(view_.sources[source].index.row(i), layout_.index_row_bytes);
+    const ops::SourceView& view = view_.sources[source];
+    // Only an open group has content.
+    if (view.open_group != nullptr && length % 2 == 1) {
+      CACHALOT_RETURN_IF_ERROR(
+          visit(reinterpret_cast<uint8_t*>(view.open_group), 2 * layout_.compressed_dim * 4));
+    }
+    const int64_t entries = length / layout_.ratios[source];
+    for (const ops::PagedRows* rows : {&view.main, &view.index}) {
+      for (int64_t i = 0; i < entries; i += rows->page_rows) {
+        CACHALOT_RETURN_IF_ERROR(
+            visit(rows->row(i), std::min(rows->page_rows, entries - i) * rows->row_bytes));
+      }
     }
   }
+  return {};
+}
+
+Result<std::string> SequenceCache::save() const {
+  std::string record(sizeof(RecordHeader), '\0');
+  record.append(reinterpret_cast<const char*>(view_.lookback.data()),
+                static_cast<size_t>(layout_.lookback) * 4);
+  CACHALOT_RETURN_IF_ERROR(for_each_part(view_.length, [&](const uint8_t* memory, int64_t bytes) {
+    const size_t begin = record.size();
+    record.resize(begin + static_cast<size_t>(bytes));
+    return pool_.memory().read(record.data() + begin, memory, bytes, nullptr);
+  }));
   RecordHeader header{.checksum = 0,
                       .bytes = record.size(),
                       .length = view_.length,
@@ -150,39 +174,28 @@ Status SequenceCache::restore(std::string_view record) {
   if (header.bytes != record.size() || header.checksum != record_checksum(record)) {
     return error(Code::kDataLoss, "cache record of {} bytes is damaged", record.size());
   }
-  if (header.layout_hash != layout_hash(layout_) || header.length < 0) {
+  if (header.layout_hash != layout_hash(layout_) || header.length < 0 ||
+      header.length > kMaxLength) {
     return error(Code::kDataLoss, "cache record belongs to another model");
   }
-  int64_t expected = static_cast<int64_t>(sizeof header) + layout_.lookback * 4 +
-                     layout_.layers * std::min(layout_.window, header.length) *
-                         layout_.window_row_bytes;
-  for (size_t source = 0; source < layout_.ratios.size(); ++source) {
-    expected += static_cast<int64_t>(open_groups_[source].size()) * 4 +
-                header.length / layout_.ratios[source] *
-                    (layout_.main_row_bytes + layout_.index_row_bytes);
-  }
+  CACHALOT_RETURN_IF_ERROR(reserve(header.length));
+  int64_t expected = static_cast<int64_t>(sizeof header) + layout_.lookback * 4;
+  CACHALOT_RETURN_IF_ERROR(for_each_part(header.length, [&](uint8_t*, int64_t bytes) {
+    expected += bytes;
+    return Status();
+  }));
   if (expected != static_cast<int64_t>(record.size())) {
+    clear();
     return error(Code::kDataLoss, "cache record of {} bytes, expected {}", record.size(), expected);
   }
-  CACHALOT_RETURN_IF_ERROR(reserve(header.length));
   const char* from = record.data() + sizeof header;
-  const auto take = [&](void* data, int64_t bytes) {
-    std::memcpy(data, from, static_cast<size_t>(bytes));
+  std::memcpy(view_.lookback.data(), from, static_cast<size_t>(layout_.lookback) * 4);
+  from += layout_.lookback * 4;
+  CACHALOT_RETURN_IF_ERROR(for_each_part(header.length, [&](uint8_t* memory, int64_t bytes) {
+    const char* part = from;
     from += bytes;
-  };
-  take(view_.lookback.data(), layout_.lookback * 4);
-  for (uint8_t* ring : view_.rings) {
-    take(ring, std::min(layout_.window, header.length) * layout_.window_row_bytes);
-  }
-  for (std::vector<float>& group : open_groups_) {
-    take(group.data(), static_cast<int64_t>(group.size()) * 4);
-  }
-  for (size_t source = 0; source < layout_.ratios.size(); ++source) {
-    for (int64_t i = 0; i < header.length / layout_.ratios[source]; ++i) {
-      take(view_.sources[source].main.row(i), layout_.main_row_bytes);
-      take(view_.sources[source].index.row(i), layout_.index_row_bytes);
-    }
-  }
+    return pool_.memory().write(memory, part, bytes, nullptr);
+  }));
   view_.length = header.length;
   return {};
 }

@@ -15,10 +15,11 @@
 namespace cachalot::kvcache {
 
 // A page holds, for every KV source in turn, the main rows and then the index rows of page_tokens
-// positions. The pool must outlive the cache.
+// positions. Pages, rings and open groups lie in the pool's memory. The pool must outlive the cache.
 class SequenceCache {
  public:
-  SequenceCache(const CacheLayout& layout, PagePool& pool);
+  // kResourceExhausted if there is no memory for the window rings.
+  static Result<std::unique_ptr<SequenceCache>> create(const CacheLayout& layout, PagePool& pool);
   ~SequenceCache();
   SequenceCache(const SequenceCache&) = delete;
   SequenceCache& operator=(const SequenceCache&) = delete;
@@ -36,11 +37,16 @@ class SequenceCache {
   // The state as one self-contained record (magic, version, layout, checksum), and back. restore()
   // needs a cache of the same layout and replaces what it held; a damaged or foreign record is
   // kDataLoss and leaves the cache cleared.
-  std::string save() const;
+  Result<std::string> save() const;
   Status restore(std::string_view record);
 
  private:
+  SequenceCache(const CacheLayout& layout, PagePool& pool) : layout_(layout), pool_(pool) {}
   void bind_pages();
+  // Calls visit(memory, bytes) for everything that a record holds behind its header and look-back, in
+  // order; stops at the first error.
+  template <class Visit>
+  Status for_each_part(int64_t length, const Visit& visit) const;
 
   CacheLayout layout_;
   PagePool& pool_;
@@ -48,8 +54,8 @@ class SequenceCache {
   // Per source: the start of its main and index rows in every page.
   std::vector<std::vector<uint8_t*>> main_pages_;
   std::vector<std::vector<uint8_t*>> index_pages_;
-  std::unique_ptr<uint8_t[]> rings_;
-  std::vector<std::vector<float>> open_groups_;  // per source; empty for ratio 1
+  ops::Buffer rings_;
+  ops::Buffer open_groups_;
   ops::SequenceView view_;
 };
 

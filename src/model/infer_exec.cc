@@ -8,9 +8,48 @@
 
 namespace cachalot::model {
 
+void* StepArrays::add_bytes(const void* values, int64_t bytes) {
+  auto* target = static_cast<uint8_t*>(arena_.allocate_bytes(bytes));
+  if (memory_.device() == Device::kCpu) {
+    std::copy_n(static_cast<const uint8_t*>(values), bytes, target);
+    return target;
+  }
+  // The arena of a device is one block, so what is added here lies in ascending order.
+  base_ = base_ == nullptr ? target : base_;
+  const auto offset = static_cast<size_t>(target - base_);
+  mirror_.resize(offset + static_cast<size_t>(bytes));
+  std::copy_n(static_cast<const uint8_t*>(values), bytes, mirror_.data() + offset);
+  return target;
+}
+
+TensorView StepArrays::add(const std::vector<int32_t>& v) {
+  const auto n = static_cast<int64_t>(v.size());
+  return {add(v.data(), n), DType::kI32, {n}, memory_.device()};
+}
+
+TensorView StepArrays::add(const std::vector<uint8_t>& v) {
+  const auto n = static_cast<int64_t>(v.size());
+  return {add(v.data(), n), DType::kU8, {n}, memory_.device()};
+}
+
+TensorView StepArrays::add(const std::vector<float>& v, const Shape& shape) {
+  return {add(v.data(), shape.elements()), DType::kF32, shape, memory_.device()};
+}
+
+TensorView StepArrays::add(const std::vector<int64_t>& v, const Shape& shape) {
+  return {add(v.data(), shape.elements()), DType::kI64, shape, memory_.device()};
+}
+
+Status StepArrays::flush() {
+  return mirror_.empty()
+             ? Status()
+             : memory_.write(base_, mirror_.data(), static_cast<int64_t>(mirror_.size()), stream_);
+}
+
 InferExec::InferExec(const Model& model,
                      ops::OpContext& context,
                      Precision precision,
+                     ops::Memory& device,
                      Arena& memory,
                      const StepPlan& plan,
                      std::span<const StepSequence> sequences,
@@ -18,80 +57,104 @@ InferExec::InferExec(const Model& model,
     : model_(model),
       ctx_(context),
       act_(precision == Precision::kOfficial ? DType::kBF16 : DType::kF32),
+      device_(device),
       memory_(memory),
       plan_(plan),
       sequences_(sequences),
       observer_(observer) {
   const ModelConfig& c = model.config;
-  const auto s = static_cast<int64_t>(sequences.size());
+  StepArrays arrays(memory, device, context.stream);
   rows_ = {.rows = plan.rows,
-           .sequences = s,
-           .position = upload(plan.position),
-           .sequence = upload(plan.sequence),
-           .row_begin = upload(plan.row_begin),
-           .start = upload(plan.start),
-           .is_image = upload_bytes(plan.is_image)};
-  token_ = upload(plan.token);
-  window_rope_ = rope_table(plan.position, model.window_frequency);
-  compressed_rope_ = rope_table(plan.position, model.compressed_frequency);
-  zero_floor_ = upload(std::vector<int32_t>(static_cast<size_t>(s), 0));
+           .sequences = static_cast<int64_t>(sequences.size()),
+           .position = arrays.add(plan.position),
+           .sequence = arrays.add(plan.sequence),
+           .row_begin = arrays.add(plan.row_begin),
+           .start = arrays.add(plan.start),
+           .is_image = arrays.add(plan.is_image)};
+  token_ = arrays.add(plan.token);
+  logit_rows_ = arrays.add(plan.logit_rows);
+  // The first site collapses onto stream 0.
+  std::vector<float> pre(static_cast<size_t>(plan.rows * c.hc_mult), 0.0f);
+  for (size_t i = 0; i < pre.size(); i += static_cast<size_t>(c.hc_mult)) {
+    pre[i] = 1.0f;
+  }
+  first_pre_ = arrays.add(pre, {plan.rows, c.hc_mult});
+  const int64_t half = c.qk_rope_head_dim / 2;
+  const Var window_frequency = arrays.add(model.window_frequency, {half});
+  const Var compressed_frequency = arrays.add(model.compressed_frequency, {half});
   for (const auto& [ratio, groups] : plan.groups) {
     ratios_[ratio] = {.groups = {.ratio = ratio,
                                  .groups = static_cast<int64_t>(groups.row.size()),
-                                 .row = upload(groups.row),
-                                 .sequence = upload(groups.sequence),
-                                 .entry = upload(groups.entry)},
-                      .rope = rope_table(groups.position, model.compressed_frequency)};
-  }
-  for (int64_t layer = 0; layer < c.num_hidden_layers; ++layer) {
-    auto** rings = memory_.allocate_array<uint8_t*>(s);
-    for (int64_t i = 0; i < s; ++i) {
-      rings[i] = sequences[static_cast<size_t>(i)].view->rings[static_cast<size_t>(layer)];
-    }
-    windows_.push_back({.window = c.sliding_window, .rings = rings, .floor = zero_floor_});
-  }
-  for (size_t source = 0; source < c.kv_source_layer_ids.size(); ++source) {
-    auto* main = memory_.allocate_array<ops::PagedRows>(s);
-    auto* index = memory_.allocate_array<ops::PagedRows>(s);
-    auto** open = memory_.allocate_array<const float*>(s);
-    for (int64_t i = 0; i < s; ++i) {
-      const ops::SourceView& view = sequences[static_cast<size_t>(i)].view->sources[source];
-      main[i] = view.main;
-      index[i] = view.index;
-      open[i] = view.open_group;
-    }
-    sources_.push_back({main, index, open});
+                                 .row = arrays.add(groups.row),
+                                 .sequence = arrays.add(groups.sequence),
+                                 .entry = arrays.add(groups.entry)},
+                      .position = arrays.add(groups.position)};
   }
   if (!model.engram.empty()) {
-    classes_ = upload(plan.classes);
+    classes_ = arrays.add(plan.classes);
+    const int64_t n = c.engram_max_ngram_size, heads = c.engram_n_heads;
+    for (const EngramConstants& constants : model.engram) {
+      hashes_.push_back({.multiplier = arrays.add(constants.multiplier, {n}),
+                         .prime = arrays.add(constants.prime, {n - 1, heads}),
+                         .offset = arrays.add(constants.offset, {n - 1, heads})});
+    }
+  }
+  bind_caches(arrays);
+  run(arrays.flush());
+  window_rope_ = rope_table(rows_.position, window_frequency);
+  compressed_rope_ = rope_table(rows_.position, compressed_frequency);
+  for (auto& [ratio, group] : ratios_) {
+    group.rope = rope_table(group.position, compressed_frequency);
   }
 }
 
-TensorView InferExec::upload(const std::vector<int32_t>& values) {
-  Var view = make(DType::kI32, {static_cast<int64_t>(values.size())});
-  std::copy(values.begin(), values.end(), view.as<int32_t>());
-  return view;
+// Tables of the sequences' rings, pages and open groups.
+void InferExec::bind_caches(StepArrays& arrays) {
+  const ModelConfig& c = model_.config;
+  const auto s = static_cast<int64_t>(sequences_.size());
+  const Var floor = arrays.add(std::vector<int32_t>(static_cast<size_t>(s), 0));
+  for (size_t layer = 0; layer < static_cast<size_t>(c.num_hidden_layers); ++layer) {
+    std::vector<uint8_t*> rings;
+    for (const StepSequence& sequence : sequences_) {
+      rings.push_back(sequence.view->rings[layer]);
+    }
+    windows_.push_back(
+        {.window = c.sliding_window, .rings = arrays.add(rings.data(), s), .floor = floor});
+  }
+  for (size_t source = 0; source < c.kv_source_layer_ids.size(); ++source) {
+    std::vector<ops::PagedRows> main, index;
+    std::vector<const float*> open;
+    for (const StepSequence& sequence : sequences_) {
+      const ops::SourceView& view = sequence.view->sources[source];
+      for (auto [from, to] : {std::pair(&view.main, &main), std::pair(&view.index, &index)}) {
+        ops::PagedRows rows = *from;
+        rows.pages = arrays.add(rows.pages, view.page_count);
+        to->push_back(rows);
+      }
+      open.push_back(view.open_group);
+    }
+    sources_.push_back({arrays.add(main.data(), s),
+                        arrays.add(index.data(), s),
+                        arrays.add(open.data(), s)});
+  }
 }
 
-TensorView InferExec::upload_bytes(const std::vector<uint8_t>& values) {
-  Var view = make(DType::kU8, {static_cast<int64_t>(values.size())});
-  std::copy(values.begin(), values.end(), view.as<uint8_t>());
-  return view;
+TensorView InferExec::make(DType dtype, const Shape& shape) {
+  const int64_t bytes = shape.elements() * dtype_bytes(dtype);
+  if (!memory_.fits(bytes)) {
+    run(error(Code::kResourceExhausted,
+              "the step's memory has no room for {} more bytes; use a smaller --chunk",
+              bytes));
+    return {nullptr, dtype, shape, device_.device()};
+  }
+  return memory_.allocate(dtype, shape);
 }
 
-TensorView InferExec::upload_longs(const std::vector<int64_t>& values, const Shape& shape) {
-  Var view = make(DType::kI64, shape);
-  std::copy(values.begin(), values.end(), view.as<int64_t>());
-  return view;
-}
-
-TensorView InferExec::rope_table(const std::vector<int32_t>& positions,
-                                 const std::vector<float>& frequency) {
-  const auto half = static_cast<int64_t>(frequency.size());
-  Var f = make(DType::kF32, {half});
-  std::copy(frequency.begin(), frequency.end(), f.as<float>());
-  const Var table = make(DType::kF32, {static_cast<int64_t>(positions.size()), half, 2});
-  run(ops::rope_table(ctx_, {.position = upload(positions), .frequency = f, .table = table}));
+TensorView InferExec::rope_table(const Var& positions, const Var& frequency) {
+  const Var table = make(DType::kF32, {positions.dim(0), frequency.dim(0), 2});
+  if (!failed()) {
+    run(ops::rope_table(ctx_, {.position = positions, .frequency = frequency, .table = table}));
+  }
   return table;
 }
 
@@ -114,9 +177,24 @@ std::string InferExec::name(const LayerSpec& layer, const char* what) const {
 }
 
 void InferExec::observe(const LayerSpec& layer, const char* what, const Var& rows) {
-  if (observer_ != nullptr && !failed()) {
-    observer_->visit(name(layer, what), rows, observed_rows());
+  if (observer_ != nullptr) {
+    observe(name(layer, what), rows);
   }
+}
+
+void InferExec::observe(const std::string& full_name, const Var& rows) {
+  if (observer_ == nullptr || failed()) {
+    return;
+  }
+  if (device_.device() == Device::kCpu) {
+    observer_->visit(full_name, rows, observed_rows());
+    return;
+  }
+  std::vector<uint8_t> bytes(static_cast<size_t>(rows.bytes()));
+  run(device_.read(bytes.data(), rows.data, rows.bytes(), ctx_.stream));
+  const Var copy(bytes.data(), rows.dtype, rows.shape);
+  observer_->visit(full_name, copy, observed_rows());
+  run(device_.write(rows.data, bytes.data(), rows.bytes(), ctx_.stream));
 }
 
 // Ids that an observer left behind must be -1 (where that is allowed) or below the row's limit.
@@ -125,8 +203,10 @@ void InferExec::check_ids(const LayerSpec& layer,
                           const Var& ids,
                           const std::function<int64_t(int64_t)>& limit) {
   const int64_t width = ids.dim(1), lowest = std::strcmp(what, "selected") == 0 ? -1 : 0;
+  std::vector<int32_t> values(static_cast<size_t>(ids.shape.elements()));
+  run(device_.read(values.data(), ids.data, ids.bytes(), ctx_.stream));
   for (int64_t i = 0; i < ids.shape.elements(); ++i) {
-    const int32_t id = ids.as<int32_t>()[i];
+    const int32_t id = values[static_cast<size_t>(i)];
     if (id < lowest || id >= limit(i / width)) {
       run(invalid("prescribed '{}': row {} has id {}, the limit is {}",
                   name(layer, what),
@@ -166,23 +246,14 @@ void InferExec::observe_ffn(const LayerSpec& layer, StreamVar& stream) {
 
 TensorView InferExec::embed(const ops::Weight& weight) {
   const Var x = make(act_, {plan_.rows, model_.config.hc_mult, model_.config.hidden_size});
-  run(ops::embed(ctx_, {.token = token_, .weight = weight, .x = x}));
-  if (observer_ != nullptr && !failed()) {
-    observer_->visit("embed", x, observed_rows());
+  if (!failed()) {
+    run(ops::embed(ctx_, {.token = token_, .weight = weight, .x = x}));
   }
+  observe("embed", x);
   return x;
 }
 
-TensorView InferExec::first_pre() {
-  const int64_t m = model_.config.hc_mult;
-  std::vector<float> rows(static_cast<size_t>(plan_.rows * m), 0.0f);
-  for (size_t i = 0; i < rows.size(); i += static_cast<size_t>(m)) {
-    rows[i] = 1.0f;
-  }
-  const Var pre = make(DType::kF32, {plan_.rows, m});
-  std::copy(rows.begin(), rows.end(), pre.as<float>());
-  return pre;
-}
+TensorView InferExec::first_pre() { return first_pre_; }
 
 TensorView InferExec::linear(Var x, const ops::Weight& w) {
   const Var y = make(act_, {x.dim(0), w.out});
@@ -342,25 +413,32 @@ void InferExec::compress_store(const LayerSpec& layer,
   if (observer_ == nullptr || failed()) {
     return;
   }
-  observe_entries(layer, "main_codes", source.main);
-  observe_entries(layer, "index_codes", source.index);
+  observe_entries(layer, "main_codes", &ops::SourceView::main);
+  observe_entries(layer, "index_codes", &ops::SourceView::index);
 }
 
 // The rows that the closing groups appended, gathered from the pages.
 void InferExec::observe_entries(const LayerSpec& layer,
                                 const char* what,
-                                const ops::PagedRows* pages) {
+                                ops::PagedRows ops::SourceView::*rows) {
+  const auto source = static_cast<size_t>(model_.source_slot(layer.index));
+  const auto rows_of = [&](int32_t s) -> const ops::PagedRows& {
+    return sequences_[static_cast<size_t>(s)].view->sources[source].*rows;
+  };
   const StepPlan::Groups& groups = plan_.groups.at(layer.ratio);
   const auto count = static_cast<int64_t>(groups.row.size());
-  const int64_t bytes = pages[0].row_bytes;
-  const Var rows = make(DType::kU8, {count, bytes});
+  const int64_t bytes = rows_of(0).row_bytes;
+  std::vector<uint8_t> memory(static_cast<size_t>(count * bytes));
   for (int64_t g = 0; g < count; ++g) {
     const auto index = static_cast<size_t>(g);
-    std::memcpy(rows.as<uint8_t>() + g * bytes,
-                pages[groups.sequence[index]].row(groups.entry[index]),
-                static_cast<size_t>(bytes));
+    run(device_.read(memory.data() + g * bytes,
+                     rows_of(groups.sequence[index]).row(groups.entry[index]),
+                     bytes,
+                     ctx_.stream));
   }
-  observe(layer, what, rows);
+  observer_->visit(name(layer, what),
+                   TensorView(memory.data(), DType::kU8, {count, bytes}),
+                   observed_rows());
 }
 
 void InferExec::index_select(const LayerSpec& layer, Var q, Var w, Published<Var>& published) {
@@ -442,7 +520,10 @@ std::pair<TensorView, TensorView> InferExec::gate(const LayerSpec& layer,
     // The own choice is shown before a prescribed one replaces it.
     run(ops::gate(ctx_, args));
     observe(layer, "experts", args.experts);
-    if (observer_->forced_experts(layer.index, forced, observed_rows())) {
+    std::vector<int32_t> ids(static_cast<size_t>(shape.elements()));
+    if (observer_->forced_experts(
+            layer.index, TensorView(ids.data(), DType::kI32, shape), observed_rows())) {
+      run(device_.write(forced.data, ids.data(), forced.bytes(), ctx_.stream));
       check_ids(layer, "experts", forced, [&](int64_t) { return c.n_routed_experts; });
       args.forced = forced;
     }
@@ -469,9 +550,8 @@ TensorView InferExec::experts(Var u, Var ids, Var weights, const MoeWeights& w) 
 }
 
 TensorView InferExec::engram_gather(const LayerSpec& layer, const ops::Weight& table) {
-  const EngramConstants& constants = model_.engram[static_cast<size_t>(layer.engram)];
-  const int64_t n = model_.config.engram_max_ngram_size, heads = model_.config.engram_n_heads;
-  const int64_t columns = (n - 1) * heads;
+  const HashTables& hash = hashes_[static_cast<size_t>(layer.engram)];
+  const int64_t columns = hash.prime.shape.elements();
   const Var ids = make(DType::kI32, {plan_.rows, columns});
   const Var rows = make(act_, {plan_.rows, columns * table.in});
   if (!failed()) {
@@ -479,9 +559,9 @@ TensorView InferExec::engram_gather(const LayerSpec& layer, const ops::Weight& t
         ctx_,
         {.rows = rows_,
          .classes = classes_,
-         .multiplier = upload_longs(constants.multiplier, {n}),
-         .prime = upload_longs(constants.prime, {n - 1, heads}),
-         .offset = upload_longs(constants.offset, {n - 1, heads}),
+         .multiplier = hash.multiplier,
+         .prime = hash.prime,
+         .offset = hash.offset,
          .blocked_class =
              model_.token_class[static_cast<size_t>(model_.config.engram_pad_token_id)],
          .ids = ids}));
@@ -515,7 +595,7 @@ TensorView InferExec::head(const StreamVar& stream,
   if (!failed()) {
     run(ops::head(
         ctx_,
-        {.select = upload(plan_.logit_rows),
+        {.select = logit_rows_,
          .x = stream.x,
          .pending = {stream.pending.y, stream.pending.post, stream.pending.comb},
          .pre = stream.pre,

@@ -11,6 +11,7 @@
 
 #include "model/forward.h"
 #include "model/step.h"
+#include "ops/memory.h"
 #include "ops/ops.h"
 
 namespace cachalot::model {
@@ -28,6 +29,34 @@ struct StepPlan {
   std::map<int64_t, Groups> groups;  // by compression ratio
 };
 
+// The small arrays of a step in the backend's memory. On a device they are gathered on the host and
+// copied at once by flush(); on the host they are written in place.
+class StepArrays {
+ public:
+  StepArrays(Arena& arena, ops::Memory& memory, void* stream)
+      : arena_(arena), memory_(memory), stream_(stream) {}
+
+  // Copies of the values, valid for ops after flush().
+  template <class T>
+  T* add(const T* values, int64_t count) {
+    return static_cast<T*>(add_bytes(values, count * static_cast<int64_t>(sizeof(T))));
+  }
+  TensorView add(const std::vector<int32_t>& v);
+  TensorView add(const std::vector<uint8_t>& v);
+  TensorView add(const std::vector<float>& v, const Shape& shape);
+  TensorView add(const std::vector<int64_t>& v, const Shape& shape);
+  Status flush();
+
+ private:
+  void* add_bytes(const void* values, int64_t bytes);
+
+  Arena& arena_;
+  ops::Memory& memory_;
+  void* stream_;
+  uint8_t* base_ = nullptr;
+  std::vector<uint8_t> mirror_;
+};
+
 class InferExec {
  public:
   using Var = TensorView;
@@ -37,6 +66,7 @@ class InferExec {
   InferExec(const Model& model,
             ops::OpContext& context,
             Precision precision,
+            ops::Memory& device,
             Arena& memory,
             const StepPlan& plan,
             std::span<const StepSequence> sequences,
@@ -89,7 +119,11 @@ class InferExec {
  private:
   struct RatioPlan {
     ops::GroupRows groups;
-    Var rope;  // [G, R/2, 2]
+    Var position;  // [G] of each group's first token
+    Var rope;      // [G, R/2, 2]
+  };
+  struct HashTables {
+    Var multiplier, prime, offset;
   };
 
   void run(const Status& status) {
@@ -98,16 +132,18 @@ class InferExec {
     }
   }
   bool failed() const { return !status_.ok(); }
-  Var make(DType dtype, const Shape& shape) { return memory_.allocate(dtype, shape); }
-  Var upload(const std::vector<int32_t>& values);
-  Var upload_bytes(const std::vector<uint8_t>& values);
-  Var upload_longs(const std::vector<int64_t>& values, const Shape& shape);
-  Var rope_table(const std::vector<int32_t>& positions, const std::vector<float>& frequency);
+  // A tensor of the step. Out of memory is an error of the step, after which ops do nothing.
+  Var make(DType dtype, const Shape& shape);
+  Var rope_table(const Var& positions, const Var& frequency);
+  void bind_caches(StepArrays& arrays);
   const Var& rope(const LayerSpec& layer) const;
   // Longest visible entry list of any row at a ratio.
   int64_t most_entries(int64_t ratio) const;
   void observe(const LayerSpec& layer, const char* what, const Var& rows);
-  void observe_entries(const LayerSpec& layer, const char* what, const ops::PagedRows* pages);
+  void observe(const std::string& full_name, const Var& rows);
+  void observe_entries(const LayerSpec& layer,
+                       const char* what,
+                       ops::PagedRows ops::SourceView::*rows);
   void observe_stream(const LayerSpec& layer, const char* what, StreamVar& stream);
   void check_ids(const LayerSpec& layer,
                  const char* what,
@@ -119,6 +155,7 @@ class InferExec {
   const Model& model_;
   ops::OpContext& ctx_;
   DType act_;
+  ops::Memory& device_;
   Arena& memory_;
   const StepPlan& plan_;
   std::span<const StepSequence> sequences_;
@@ -128,8 +165,10 @@ class InferExec {
   ops::StepRows rows_;
   Var token_;
   Var window_rope_, compressed_rope_;
+  Var first_pre_;
+  Var logit_rows_;
   Var classes_;
-  Var zero_floor_;
+  std::vector<HashTables> hashes_;  // per Engram layer
   std::map<int64_t, RatioPlan> ratios_;
   std::vector<ops::WindowView> windows_;  // per layer
   struct SourceTables {

@@ -1,7 +1,6 @@
 #include "model/step.h"
 
 #include <algorithm>
-#include <cstring>
 #include <limits>
 
 #include "base/format.h"
@@ -85,26 +84,47 @@ StepPlan make_plan(const Model& model, std::span<const StepSequence> sequences) 
 
 }  // namespace
 
+namespace {
+
+// Tensors of one step on a device, and the temporaries of its ops.
+constexpr int64_t kDeviceStepBytes = int64_t{6} << 30;
+constexpr int64_t kDeviceScratchBytes = int64_t{2} << 30;
+
+}  // namespace
+
 struct StepRunner::State {
-  State(const Model& m, const ops::OpContext& c, Precision p)
-      : model(m), context(c), precision(p) {}
+  State(const Model& m, const ops::OpContext& c, Precision p, ops::Memory& d)
+      : model(m), context(c), precision(p), device(d) {}
 
   const Model& model;
   ops::OpContext context;
   Precision precision;
-  Arena memory;   // the step's tensors
-  Arena scratch;  // the ops' temporaries
+  ops::Memory& device;
+  ops::Buffer memory_block, scratch_block;  // of a device
+  Arena memory;                             // the step's tensors
+  Arena scratch;                            // the ops' temporaries
   StepPlan plan;
   std::vector<StepSequence> sequences;
+  std::vector<float> logits;        // of a device
   std::unique_ptr<InferExec> exec;  // of the last step; null: nothing to commit
 };
 
-StepRunner::StepRunner(const Model& model, ops::OpContext context, Precision precision)
-    : state_(std::make_unique<State>(model, context, precision)) {
-  if (state_->context.scratch == nullptr) {
-    state_->context.scratch = &state_->scratch;
+Result<std::unique_ptr<StepRunner>> StepRunner::create(const Model& model,
+                                                       ops::OpContext context,
+                                                       Precision precision) {
+  CACHALOT_TRY(ops::Memory* const device, ops::backend_memory(context.backend));
+  auto state = std::make_unique<State>(model, context, precision, *device);
+  if (device->device() != Device::kCpu) {
+    CACHALOT_TRY(state->memory_block, ops::Buffer::allocate(*device, kDeviceStepBytes));
+    CACHALOT_TRY(state->scratch_block, ops::Buffer::allocate(*device, kDeviceScratchBytes));
+    state->memory = Arena(state->memory_block.data(), kDeviceStepBytes, device->device());
+    state->scratch = Arena(state->scratch_block.data(), kDeviceScratchBytes, device->device());
   }
+  state->context.scratch = &state->scratch;
+  return std::unique_ptr<StepRunner>(new StepRunner(std::move(state)));
 }
+
+StepRunner::StepRunner(std::unique_ptr<State> state) : state_(std::move(state)) {}
 
 StepRunner::~StepRunner() = default;
 
@@ -119,10 +139,15 @@ Result<TensorView> StepRunner::run(std::span<const StepSequence> sequences, Obse
   s.sequences.assign(sequences.begin(), sequences.end());
   s.plan = make_plan(s.model, s.sequences);
   s.exec = std::make_unique<InferExec>(
-      s.model, s.context, s.precision, s.memory, s.plan, s.sequences, observer);
-  const TensorView logits = forward(*s.exec, s.model);
-  if (!s.exec->status().ok()) {
-    const Status status = s.exec->status();
+      s.model, s.context, s.precision, s.device, s.memory, s.plan, s.sequences, observer);
+  TensorView logits = forward(*s.exec, s.model);
+  Status status = s.exec->status();
+  if (status.ok() && s.device.device() != Device::kCpu) {
+    s.logits.resize(static_cast<size_t>(logits.shape.elements()));
+    status = s.device.read(s.logits.data(), logits.data, logits.bytes(), s.context.stream);
+    logits = TensorView(s.logits.data(), DType::kF32, logits.shape);
+  }
+  if (!status.ok()) {
     s.exec.reset();
     return status;
   }
@@ -135,8 +160,9 @@ Status StepRunner::commit(std::span<const int32_t> accepted) {
     return error(Code::kFailedPrecondition, "commit without a step");
   }
   CACHALOT_CHECK(accepted.size() == s.sequences.size(), accepted.size(), s.sequences.size());
-  TensorView counts = s.memory.allocate(DType::kI32, {static_cast<int64_t>(accepted.size())});
-  std::copy(accepted.begin(), accepted.end(), counts.as<int32_t>());
+  StepArrays arrays(s.memory, s.device, s.context.stream);
+  const TensorView counts = arrays.add(std::vector<int32_t>(accepted.begin(), accepted.end()));
+  CACHALOT_RETURN_IF_ERROR(arrays.flush());
   for (const LayerSpec& layer : s.model.layers) {
     CACHALOT_RETURN_IF_ERROR(ops::window_commit(s.context,
                                                 {.rows = s.exec->step_rows(),
@@ -156,8 +182,11 @@ Status StepRunner::commit(std::span<const int32_t> accepted) {
       for (const auto& [source, input] : s.exec->group_inputs()) {
         const int64_t c = input.kv.dim(1);
         float* open = view.sources[static_cast<size_t>(source)].open_group;
-        std::memcpy(open, input.kv.as<float>() + last_row * c, static_cast<size_t>(c) * 4);
-        std::memcpy(open + c, input.gate.as<float>() + last_row * c, static_cast<size_t>(c) * 4);
+        for (const TensorView* rows : {&input.kv, &input.gate}) {
+          CACHALOT_RETURN_IF_ERROR(s.device.copy(
+              open, rows->as<float>() + last_row * c, c * 4, s.context.stream));
+          open += c;
+        }
       }
     }
     if (!s.model.engram.empty()) {

@@ -31,12 +31,16 @@ struct StepSequence {
 // Runs steps over one execution context. Not thread-safe; one step at a time.
 class StepRunner {
  public:
-  StepRunner(const Model& model, ops::OpContext context, Precision precision);
+  // `context` names the backend; scratch is made here. On a device the memory of a step is bounded by
+  // kDeviceStepBytes. Errors: no device, no memory.
+  static Result<std::unique_ptr<StepRunner>> create(const Model& model,
+                                                    ops::OpContext context,
+                                                    Precision precision);
   ~StepRunner();
 
   // Runs the step and leaves every sequence's view as it was, except for compressed rows behind
   // `length`, which the next step may overwrite. Returns the logits [N, V] f32, in sequence and row
-  // order; they stay valid until the next run(). Tokens outside of the vocabulary are an error.
+  // order, in host memory; they stay valid until the next run(). Tokens outside of the vocabulary are an error.
   Result<TensorView> run(std::span<const StepSequence> sequences, Observer* observer = nullptr);
 
   // Makes the first accepted[s] rows of the last step part of sequence s: window rings, open groups,
@@ -45,6 +49,7 @@ class StepRunner {
 
  private:
   struct State;
+  explicit StepRunner(std::unique_ptr<State> state);
   std::unique_ptr<State> state_;
 };
 

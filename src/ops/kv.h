@@ -58,10 +58,13 @@ struct GroupRows {
   TensorView entry;     // [G] i32
 };
 
-// One request's caches as the forward pass sees them. The memory belongs to whoever runs the model.
+// One request's caches as the forward pass sees them. Pages, rings and open groups lie in the
+// backend's memory, the page tables of `main` and `index` on the host. All of it belongs to whoever runs
+// the model.
 struct SourceView {
-  PagedRows main;              // compressed rows, one per entry
-  PagedRows index;             // index keys, one per entry
+  PagedRows main;               // compressed rows, one per entry
+  PagedRows index;              // index keys, one per entry
+  int64_t page_count = 0;       // pages of each
   float* open_group = nullptr;  // ratio 2: [2, C] kv and gate of the unpaired token
 };
 struct SequenceView {

@@ -149,6 +149,9 @@ struct IndexSelectArgs {
   TensorView candidates_out;  // out [T, B] i32, ascending, -1 behind
   int64_t candidate_block = 0;
   TensorView selected;  // out [T, k] i32, ascending, -1 behind
+  // An upper bound of every row's visible entries, where the caller has one: it sizes grids and
+  // scratch and does not change the result. 0: unknown.
+  int64_t entries_bound = 0;
 };
 [[nodiscard]] Status index_select(OpContext& ctx, const IndexSelectArgs& args);
 

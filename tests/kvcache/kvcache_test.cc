@@ -8,6 +8,12 @@
 namespace cachalot::kvcache {
 namespace {
 
+ops::Memory& host_memory() { return **ops::backend_memory(ops::Backend::kRef); }
+
+std::unique_ptr<SequenceCache> make(const CacheLayout& layout, PagePool& pool) {
+  return std::move(SequenceCache::create(layout, pool).value());
+}
+
 CacheLayout small_layout() {
   CacheLayout layout;
   layout.layers = 3;
@@ -36,7 +42,7 @@ TEST(CacheLayout, ReleasedModelTakes890BytesPerToken) {
 }
 
 TEST(PagePool, BoundsAndReusesPages) {
-  PagePool pool(100, 3);
+  PagePool pool(host_memory(), 100, 3);
   uint8_t* a = *pool.take();
   EXPECT_TRUE(pool.take().ok());
   EXPECT_TRUE(pool.take().ok());
@@ -61,8 +67,9 @@ TEST(PagedRows, A17_OffsetsAre64Bit) {
 
 TEST(SequenceCache, RowsDoNotOverlap) {
   const CacheLayout layout = small_layout();
-  PagePool pool(layout.page_bytes(), 10);
-  SequenceCache cache(layout, pool);
+  PagePool pool(host_memory(), layout.page_bytes(), 10);
+  const auto owner = make(layout, pool);
+  SequenceCache& cache = *owner;
   ASSERT_TRUE(cache.reserve(40).ok());
   const ops::SequenceView& view = cache.view();
   uint8_t mark = 1;
@@ -88,8 +95,9 @@ TEST(SequenceCache, RowsDoNotOverlap) {
 
 TEST(SequenceCache, ReserveFailsWithoutSideEffects) {
   const CacheLayout layout = small_layout();
-  PagePool pool(layout.page_bytes(), 2);
-  SequenceCache a(layout, pool), b(layout, pool);
+  PagePool pool(host_memory(), layout.page_bytes(), 2);
+  const auto first = make(layout, pool), second = make(layout, pool);
+  SequenceCache &a = *first, &b = *second;
   ASSERT_TRUE(a.reserve(16).ok());
   EXPECT_EQ(b.reserve(17).code(), Code::kResourceExhausted);
   EXPECT_EQ(pool.pages_in_use(), 1);
@@ -100,8 +108,9 @@ TEST(SequenceCache, ReserveFailsWithoutSideEffects) {
 
 TEST(SequenceCache, DamagedRecordsAreRefused) {
   const CacheLayout layout = small_layout();
-  PagePool pool(layout.page_bytes(), 10);
-  SequenceCache cache(layout, pool);
+  PagePool pool(host_memory(), layout.page_bytes(), 10);
+  const auto owner = make(layout, pool);
+  SequenceCache& cache = *owner;
   ASSERT_TRUE(cache.reserve(20).ok());
   cache.view().length = 20;
   for (size_t source = 0; source < 2; ++source) {
@@ -111,10 +120,11 @@ TEST(SequenceCache, DamagedRecordsAreRefused) {
     }
   }
   std::memset(cache.view().rings[0], 9, static_cast<size_t>(layout.window_bytes()));
-  const std::string record = cache.save();
-  SequenceCache other(layout, pool);
+  const std::string record = *cache.save();
+  const auto other_owner = make(layout, pool);
+  SequenceCache& other = *other_owner;
   ASSERT_TRUE(other.restore(record).ok());
-  EXPECT_EQ(other.save(), record);
+  EXPECT_EQ(*other.save(), record);
   for (size_t i = 0; i < record.size(); i += 13) {
     std::string bad = record;
     bad[i] = static_cast<char>(bad[i] ^ 0x10);
@@ -126,7 +136,9 @@ TEST(SequenceCache, DamagedRecordsAreRefused) {
   }
   CacheLayout wider = layout;
   wider.window = 5;
-  SequenceCache foreign(wider, pool);
+  PagePool wider_pool(host_memory(), wider.page_bytes(), 10);
+  const auto foreign_owner = make(wider, wider_pool);
+  SequenceCache& foreign = *foreign_owner;
   EXPECT_EQ(foreign.restore(record).code(), Code::kDataLoss);
 }
 

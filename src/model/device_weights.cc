@@ -1,0 +1,101 @@
+#include "model/device_weights.h"
+
+#include <vector>
+
+#include "base/progress.h"
+
+namespace cachalot::model {
+namespace {
+
+constexpr int64_t kAlign = 256;
+
+// Every tensor view of the weights.
+std::vector<TensorView*> all_views(ModelWeights& weights) {
+  std::vector<TensorView*> views;
+  const auto plain = [&](TensorView& view) {
+    if (!view.empty()) {
+      views.push_back(&view);
+    }
+  };
+  const auto matrix = [&](ops::Weight& w) {
+    plain(w.values);
+    plain(w.scales);
+  };
+  const auto hc = [&](HcWeights& w) {
+    plain(w.fn);
+    plain(w.base);
+    plain(w.scale);
+  };
+  const auto experts = [&](std::vector<ops::ExpertView>& list) {
+    for (ops::ExpertView& e : list) {
+      matrix(e.w1);
+      matrix(e.w3);
+      matrix(e.w2);
+    }
+  };
+  matrix(weights.embed);
+  matrix(weights.head);
+  plain(weights.norm);
+  for (LayerWeights& l : weights.layers) {
+    plain(l.attn_norm);
+    plain(l.ffn_norm);
+    hc(l.hc_attn);
+    hc(l.hc_ffn);
+    for (ops::Weight* w : {&l.attn.wq_a,
+                           &l.attn.wq_b,
+                           &l.attn.wkv,
+                           &l.attn.wo_a,
+                           &l.attn.wo_b,
+                           &l.attn.compressor.wkv,
+                           &l.attn.compressor.wgate,
+                           &l.attn.indexer.wq_b,
+                           &l.attn.indexer.weights_proj,
+                           &l.attn.indexer.wk,
+                           &l.moe.gate,
+                           &l.engram.table,
+                           &l.engram.wkv}) {
+      matrix(*w);
+    }
+    for (TensorView* view : {&l.attn.q_norm,
+                             &l.attn.kv_norm,
+                             &l.attn.sink,
+                             &l.attn.compressor.norm,
+                             &l.attn.indexer.k_norm,
+                             &l.moe.bias,
+                             &l.moe.bias_vl,
+                             &l.engram.q_weight,
+                             &l.engram.k_weight}) {
+      plain(*view);
+    }
+    experts(l.moe.experts);
+    experts(l.moe.shared);
+  }
+  return views;
+}
+
+int64_t aligned(int64_t bytes) { return (bytes + kAlign - 1) / kAlign * kAlign; }
+
+}  // namespace
+
+Result<DeviceWeights> copy_to_device(const ModelWeights& weights, ops::Memory& memory) {
+  DeviceWeights result{.memory = {}, .weights = weights};
+  const std::vector<TensorView*> views = all_views(result.weights);
+  int64_t total = 0;
+  for (const TensorView* view : views) {
+    total += aligned(view->bytes());
+  }
+  CACHALOT_TRY(result.memory, ops::Buffer::allocate(memory, total));
+  Progress progress("copy weights", static_cast<int64_t>(views.size()));
+  int64_t offset = 0;
+  for (TensorView* view : views) {
+    uint8_t* target = result.memory.data() + offset;
+    CACHALOT_RETURN_IF_ERROR(memory.write(target, view->data, view->bytes(), nullptr));
+    view->data = target;
+    view->device = memory.device();
+    offset += aligned(view->bytes());
+    progress.advance();
+  }
+  return result;
+}
+
+}  // namespace cachalot::model

@@ -1,0 +1,54 @@
+// How the host reaches the memory of a backend.
+#pragma once
+
+#include <cstdint>
+
+#include "base/status.h"
+#include "ops/context.h"
+#include "tensor/tensor.h"
+
+namespace cachalot::ops {
+
+// Of the host or of one device. Copies are ordered with the ops of their stream (null: the default
+// stream); on the host they happen at once. Thread-safe.
+class Memory {
+ public:
+  virtual ~Memory() = default;
+
+  virtual Device device() const = 0;
+  // At least 64-byte aligned, uninitialized. kResourceExhausted if there is none.
+  virtual Result<void*> allocate(int64_t bytes) = 0;
+  virtual void free(void* memory) = 0;
+  // `host` may be reused when the call returns.
+  virtual Status write(void* target, const void* host, int64_t bytes, void* stream) = 0;
+  // Returns when the bytes have arrived.
+  virtual Status read(void* host, const void* source, int64_t bytes, void* stream) = 0;
+  virtual Status copy(void* target, const void* source, int64_t bytes, void* stream) = 0;
+};
+
+// The memory that a backend's ops work on. kUnavailable if its device is not there, kUnimplemented if
+// the build lacks it.
+Result<Memory*> backend_memory(Backend backend);
+
+// Of the CUDA device 0; defined with the CUDA backend, or by its absence.
+Result<Memory*> cuda_memory();
+
+// An allocation that frees itself.
+class Buffer {
+ public:
+  static Result<Buffer> allocate(Memory& memory, int64_t bytes);
+  Buffer() = default;
+  Buffer(Buffer&& other) noexcept;
+  Buffer& operator=(Buffer&& other) noexcept;
+  ~Buffer();
+
+  uint8_t* data() const { return static_cast<uint8_t*>(data_); }
+  int64_t bytes() const { return bytes_; }
+
+ private:
+  Memory* memory_ = nullptr;
+  void* data_ = nullptr;
+  int64_t bytes_ = 0;
+};
+
+}  // namespace cachalot::ops
