@@ -21,6 +21,7 @@
 #define HWY_TARGET_INCLUDE "ops/cpu/dots.cc"
 #include "hwy/foreach_target.h"
 // Behind foreach_target.h, which sets the target that these are compiled for.
+#include "hwy/cache_control.h"
 #include "hwy/highway.h"
 #include "ops/cpu/simd_inl.h"
 
@@ -31,7 +32,12 @@ HWY_BEFORE_NAMESPACE();
 namespace cachalot::ops::cpu {
 namespace HWY_NAMESPACE {
 
-constexpr int64_t kPanelDepth = 256;
+constexpr int64_t kPanelDepth = 512;
+// The decode path asks for weight bytes ahead of their use: the next outputs' rows while these are
+// read, if they are short (hardware prefetchers restart at every row, and together they fit into
+// L1), else this far along each row.
+constexpr int64_t kShortBytes = 24 << 10;
+constexpr int64_t kAheadBytes = 1024;
 
 // Where the rows of a weight lie.
 struct WeightRows {
@@ -40,7 +46,7 @@ struct WeightRows {
   int64_t in = 0;
   int64_t row_bytes = 0;
   int64_t row_scales = 0;
-  int rows_per_scale = 1;
+  int scale_shift = 0;  // log2 of the weight rows that share a row of scales
 
   explicit WeightRows(const Weight& weight)
       : values(static_cast<const uint8_t*>(weight.values.data)),
@@ -56,7 +62,7 @@ struct WeightRows {
         break;
       case WeightFormat::kFp8Block:
         row_bytes = in;
-        rows_per_scale = 32;
+        scale_shift = 5;
         break;
       case WeightFormat::kFp8Row:
         row_bytes = in;
@@ -67,7 +73,7 @@ struct WeightRows {
     }
   }
   const uint8_t* row(int64_t o) const { return values + o * row_bytes; }
-  const uint8_t* row_scale(int64_t o) const { return scales + o / rows_per_scale * row_scales; }
+  const uint8_t* row_scale(int64_t o) const { return scales + (o >> scale_shift) * row_scales; }
 };
 
 template <WeightFormat kFormat>
@@ -116,14 +122,16 @@ void register_dots(
       acc[c][r] = hn::Zero(F32());
     }
   }
+  constexpr int64_t kBytes = block_bytes<kFormat>();
+  const bool near = kOutputs * w.row_bytes <= kShortBytes;
+  const uint8_t* ahead = near ? rows[0] + kOutputs * w.row_bytes : rows[0] + kAheadBytes;
+  const int64_t step = near ? kOutputs * kBytes : kBytes, stride = near ? kBytes : w.row_bytes;
   const int64_t whole = w.in / 32;
   for (int64_t block = 0; block < whole; ++block) {
     for (int c = 0; c < kOutputs; ++c) {
-      accumulate_block<kFormat, kRows>(rows[c] + block * block_bytes<kFormat>(),
-                                       scale_at<kFormat>(scales[c], block),
-                                       x,
-                                       block,
-                                       acc[c]);
+      hwy::Prefetch(ahead + block * step + c * stride);
+      accumulate_block<kFormat, kRows>(
+          rows[c] + block * kBytes, scale_at<kFormat>(scales[c], block), x, block, acc[c]);
     }
   }
   if (whole * 32 < w.in) {
@@ -157,6 +165,7 @@ void decode_path(const WeightRows& w,
 }
 
 // Decodes blocks [first, last) of `count` weight rows from `o`; panel rows are kPanelDepth apart.
+// Asks for the panel that comes next: the same rows further on, or the next rows.
 template <WeightFormat kFormat>
 void decode_panel(
     const WeightRows& w, int64_t o, int64_t count, int64_t first, int64_t last, float* panel) {
@@ -166,9 +175,12 @@ void decode_panel(
     float* out = panel + c * kPanelDepth;
     Vec v[kBlockVecs];
     const int64_t whole = std::min(last, w.in / 32);
+    constexpr int64_t kBytes = block_bytes<kFormat>();
+    const uint8_t* next = last * 32 < w.in ? row + (last - first) * kBytes
+                                           : row + count * w.row_bytes - first * kBytes;
     for (int64_t block = first; block < whole; ++block) {
-      decode_block<kFormat>(
-          row + block * block_bytes<kFormat>(), scale_at<kFormat>(scales, block), v);
+      hwy::Prefetch(next + block * kBytes);
+      decode_block<kFormat>(row + block * kBytes, scale_at<kFormat>(scales, block), v);
       for (int64_t i = 0; i < kBlockVecs; ++i) {
         hn::Store(v[i], F32(), out + i * kLanes);
       }
@@ -186,7 +198,10 @@ void decode_panel(
 
 // One register tile over a stretch of K: kRows rows x kOutputs panel rows.
 template <int kRows, int kOutputs>
-void tile(const float* const* x, const float* panel, int64_t depth, Vec (&acc)[kRows][kOutputs]) {
+HWY_INLINE void tile(const float* const* x,
+                     const float* panel,
+                     int64_t depth,
+                     Vec (&acc)[kRows][kOutputs]) {
   for (int64_t i = 0; i < depth; i += kLanes) {
     Vec w[kOutputs];
     for (int c = 0; c < kOutputs; ++c) {
@@ -216,18 +231,29 @@ struct TileArgs {
 template <int kRows, int kOutputs>
 HWY_NOINLINE void run_tile(const TileArgs& args) {
   Vec acc[kRows][kOutputs];
-  for (int r = 0; r < kRows; ++r) {
-    for (int c = 0; c < kOutputs; ++c) {
-      acc[r][c] =
-          args.first ? hn::Zero(F32()) : hn::Load(F32(), args.rest + r * args.rest_ld + c * kLanes);
+  if (args.first) {
+    for (int r = 0; r < kRows; ++r) {
+      for (int c = 0; c < kOutputs; ++c) {
+        acc[r][c] = hn::Zero(F32());
+      }
+    }
+  } else {
+    for (int r = 0; r < kRows; ++r) {
+      for (int c = 0; c < kOutputs; ++c) {
+        acc[r][c] = hn::Load(F32(), args.rest + r * args.rest_ld + c * kLanes);
+      }
     }
   }
   tile<kRows, kOutputs>(args.x, args.panel, args.depth, acc);
-  for (int r = 0; r < kRows; ++r) {
-    for (int c = 0; c < kOutputs; ++c) {
-      if (args.last) {
+  if (args.last) {
+    for (int r = 0; r < kRows; ++r) {
+      for (int c = 0; c < kOutputs; ++c) {
         args.result[r * args.ld + c] = lane_sum(acc[r][c]);
-      } else {
+      }
+    }
+  } else {
+    for (int r = 0; r < kRows; ++r) {
+      for (int c = 0; c < kOutputs; ++c) {
         hn::Store(acc[r][c], F32(), args.rest + r * args.rest_ld + c * kLanes);
       }
     }

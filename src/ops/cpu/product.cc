@@ -8,6 +8,7 @@ namespace {
 // Bytes of weights per task in decode: long enough to stream, short enough to balance.
 constexpr int64_t kDecodeTaskBytes = 64 << 10;
 constexpr int64_t kDecodeTaskOutputs = 256;
+constexpr int64_t kTaskOutputs = 2 * kPanelOutputs;
 constexpr int64_t kTasksPerThread = 3;
 constexpr int64_t kLeastRowChunk = 16;
 
@@ -34,7 +35,7 @@ Split split(const Product& product, int64_t rows, int64_t threads) {
     s.tile = std::clamp<int64_t>(kDecodeTaskBytes / row_bytes / 4 * 4, 4, kDecodeTaskOutputs);
     s.row_chunk = rows;
   } else {
-    s.tile = kPanelOutputs;
+    s.tile = kTaskOutputs;
     // Weights are decoded once per chunk of rows: chunks shrink only as far as all threads need it.
     const int64_t columns = ceil_div(s.group_outputs, s.tile) * product.groups;
     const int64_t chunks = ceil_div(kTasksPerThread * threads, columns);
@@ -55,7 +56,7 @@ void run_task(const Product& product, const Split& s, int64_t task, int64_t rows
   const int64_t count = std::min(s.tile, s.group_outputs - tile * s.tile);
   RowSet x = product.x;
   x.base += first_row * x.stride + group * padded(product.weight->in);
-  constexpr int64_t kMost = std::max(kDecodeTaskOutputs * kDecodeRows, kPanelOutputs * kPanelRows);
+  constexpr int64_t kMost = std::max(kDecodeTaskOutputs * kDecodeRows, kTaskOutputs * kPanelRows);
   alignas(64) float result[kMost];
   weight_dots(*product.weight, begin, count, x, n_rows, result, count);
   const int64_t out = product.weight->out, width = dtype_bytes(product.y.dtype);

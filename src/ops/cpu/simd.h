@@ -136,7 +136,7 @@ void weight_dots(const Weight& weight,
                  float* result,
                  int64_t ld);
 // How many outputs and rows weight_dots handles at a time: good sizes for a task.
-constexpr int64_t kPanelOutputs = 24;
+constexpr int64_t kPanelOutputs = 12;
 constexpr int64_t kPanelRows = 128;
 // Up to this many rows, weight_dots decodes weights in registers instead of into a panel.
 constexpr int64_t kDecodeRows = 2;
