@@ -110,7 +110,7 @@ Result<std::string> read_file(const std::string& path, size_t limit) {
 }
 
 Status write_file(const std::string& path, std::string_view bytes) {
-  const std::string temporary = format("{}.{}.tmp", path, ::getpid());
+  const std::string temporary = fmt::format("{}.{}.tmp", path, ::getpid());
   Descriptor fd(::open(temporary.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0644));
   if (fd.get() < 0) {
     return system_error(Code::kUnavailable, "cannot create", temporary);

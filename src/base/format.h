@@ -7,8 +7,6 @@
 
 namespace cachalot {
 
-using fmt::format;
-
 template <class... Args>
 Status error(Code code, fmt::format_string<Args...> text, Args&&... args) {
   return {code, fmt::format(text, std::forward<Args>(args)...)};

@@ -33,7 +33,7 @@ void Progress::advance(int64_t amount) {
   const double left =
       done_ > 0 ? elapsed * static_cast<double>(total_ - done_) / static_cast<double>(done_) : 0;
   std::fputs(
-      format("\r\x1b[K{} {}/{} {:.1f} s, {:.0f} s left", what_, done_, total_, elapsed, left)
+      fmt::format("\r\x1b[K{} {}/{} {:.1f} s, {:.0f} s left", what_, done_, total_, elapsed, left)
           .c_str(),
       stderr);
 }

@@ -68,6 +68,35 @@ std::vector<int32_t> random_tokens(int64_t count, int64_t vocab, uint64_t seed) 
   return tokens;
 }
 
+// Bytes per second of copies inside a device's memory, read and written counted; best of several.
+Result<double> measure_copy_bandwidth(ops::Memory& memory) {
+  constexpr int64_t kBytes = int64_t{1} << 30;
+  constexpr int kCopies = 10;
+  CACHALOT_TRY(const ops::Buffer from, ops::Buffer::allocate(memory, kBytes));
+  CACHALOT_TRY(const ops::Buffer to, ops::Buffer::allocate(memory, kBytes));
+  double best = 0;
+  for (int pass = 0; pass < 4; ++pass) {
+    uint8_t last = 0;
+    const double begin = now_seconds();
+    for (int i = 0; i < kCopies; ++i) {
+      CACHALOT_RETURN_IF_ERROR(memory.copy(to.data(), from.data(), kBytes, nullptr));
+    }
+    // A read returns when everything before it is done.
+    CACHALOT_RETURN_IF_ERROR(memory.read(&last, to.data(), 1, nullptr));
+    best = std::max(best, 2.0 * kCopies * kBytes / (now_seconds() - begin));
+  }
+  return best;
+}
+
+// What bounds a step that reads every weight once.
+Result<double> bandwidth_ceiling(engine::Runtime& runtime) {
+  ops::Memory& memory = runtime.pages().memory();
+  if (memory.device() == Device::kCpu) {
+    return ops::cpu::measure_read_bandwidth(runtime.threads());
+  }
+  return measure_copy_bandwidth(memory);
+}
+
 // Counts the routed experts that a step touches, per layer.
 class ExpertCounter : public model::Observer {
  public:
@@ -177,8 +206,8 @@ Status bench_decode(const BenchFlags& flags) {
   CACHALOT_TRY(Measurement m,
                measure_step(*runtime, *runner, flags, flags.batch, flags.context, 1));
   m.name = "decode";
-  m.shape = format("batch {} context {}", flags.batch, flags.context);
-  m.ceiling = ops::cpu::measure_read_bandwidth(runtime->threads());
+  m.shape = fmt::format("batch {} context {}", flags.batch, flags.context);
+  CACHALOT_TRY(m.ceiling, bandwidth_ceiling(*runtime));
   print(std::move(m));
   return {};
 }
@@ -189,14 +218,18 @@ Status bench_prefill(const BenchFlags& flags) {
   CACHALOT_TRY(Measurement m,
                measure_step(*runtime, *runner, flags, 1, flags.context, flags.tokens));
   m.name = "prefill";
-  m.shape = format("tokens {} context {}", flags.tokens, flags.context);
+  m.shape = fmt::format("tokens {} context {}", flags.tokens, flags.context);
   // Products with weights alone: attention and index scores come on top. Only one row has logits.
   const model::ModelConfig& config = runtime->model().config;
   const int64_t head = config.vocab_size * config.hidden_size;
   m.flops = 2.0 * static_cast<double>(
                       (model::account(config).parameters.active_decode - head) * flags.tokens + head);
-  m.ceiling = 2 * ops::cpu::measure_multiply_add_rate(runtime->threads());
-  m.bound_by_bytes = false;
+  m.bound_by_bytes = runtime->options().backend == ops::Backend::kCuda;
+  if (m.bound_by_bytes) {
+    CACHALOT_TRY(m.ceiling, bandwidth_ceiling(*runtime));
+  } else {
+    m.ceiling = 2 * ops::cpu::measure_multiply_add_rate(runtime->threads());
+  }
   print(std::move(m));
   return {};
 }
@@ -271,8 +304,8 @@ Status bench_ops(const BenchFlags& flags) {
       }
       // A pass over all weights for few rows, a single product for many.
       const size_t per_repeat = t <= 4 ? weights.size() : 1;
-      Measurement m{.name = format("linear {}", f.name), .backend = flags.run.backend,
-                    .shape = format("T {} in {} out {}", t, kIn, kOut)};
+      Measurement m{.name = fmt::format("linear {}", f.name), .backend = flags.run.backend,
+                    .shape = fmt::format("T {} in {} out {}", t, kIn, kOut)};
       for (int repeat = 0; repeat < flags.repeats; ++repeat) {
         const double begin = now_seconds();
         for (size_t i = 0; i < per_repeat; ++i) {

@@ -149,12 +149,12 @@ class Conversation {
       const bool number = value.find_first_not_of("0123456789") == std::string::npos;
       effort_ = number ? value : json_quote(value);
       if (const auto parsed = text::parse_chat_request(probe()); !parsed.ok()) {
-        std::fputs(format("{}\n", parsed.error().message()).c_str(), stderr);
+        std::fputs(fmt::format("{}\n", parsed.error().message()).c_str(), stderr);
         effort_ = before;
       }
     } else if (name == "/save" && !value.empty()) {
       if (const Status status = write_file(value, body() + "\n"); !status.ok()) {
-        std::fputs(format("{}\n", status.message()).c_str(), stderr);
+        std::fputs(fmt::format("{}\n", status.message()).c_str(), stderr);
       }
     } else {
       std::fputs(kHelp, stderr);
@@ -224,7 +224,7 @@ Status chat(const ChatFlags& flags) {
       continue;
     }
     if (const Status status = conversation.answer(*runtime, line); !status.ok()) {
-      std::fputs(format("{}\n", status.message()).c_str(), stderr);
+      std::fputs(fmt::format("{}\n", status.message()).c_str(), stderr);
     }
   }
   return {};

@@ -34,7 +34,7 @@ Status doctor(bool json) {
     w.value(target);
   }
   w.end_array().key("backends").begin_array();
-  std::string text = format("cachalot {} ({})\n{} threads, {:.1f} GiB memory, {:.1f} GiB free\n",
+  std::string text = fmt::format("cachalot {} ({})\n{} threads, {:.1f} GiB memory, {:.1f} GiB free\n",
                             CACHALOT_VERSION,
                             __VERSION__,
                             threads,
@@ -51,16 +51,16 @@ Status doctor(bool json) {
         .field("built_in", built_in(backend))
         .key("kernels")
         .begin_object();
-    text += format("\nbackend {}: {}\n",
+    text += fmt::format("\nbackend {}: {}\n",
                    ops::backend_name(backend),
                    built_in(backend) ? "available" : "not in this build");
     if (built_in(backend)) {
       for (const ops::KernelName& op : ops::kernel_names(backend)) {
         w.key(op.op).begin_array();
-        text += format("  {:<16}", op.op);
+        text += fmt::format("  {:<16}", op.op);
         for (std::string_view kernel : op.kernels) {
           w.value(kernel);
-          text += format(" {}", kernel);
+          text += fmt::format(" {}", kernel);
         }
         w.end_array();
         text += "\n";

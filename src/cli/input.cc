@@ -51,7 +51,7 @@ Result<std::vector<std::vector<int32_t>>> read_token_lines(const std::string& pa
       continue;
     }
     CACHALOT_TRY(std::vector<int32_t> ids,
-                 parse_line(line, tokenizer).with(format("{}:{}", path, number)));
+                 parse_line(line, tokenizer).with(fmt::format("{}:{}", path, number)));
     result.push_back(std::move(ids));
   }
   return result;

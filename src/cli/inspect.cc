@@ -62,12 +62,12 @@ void write_table(const model::ModelConfig& config,
                  const model::Accounting& sizes,
                  const std::vector<model::LayerSpec>& layers) {
   const model::ParameterCounts& p = sizes.parameters;
-  std::string text = format("tensors                  {}\n", sizes.tensors);
-  text += format("bytes                    {} ({:.2f} GiB)\n",
+  std::string text = fmt::format("tensors                  {}\n", sizes.tensors);
+  text += fmt::format("bytes                    {} ({:.2f} GiB)\n",
                  sizes.total_bytes,
                  static_cast<double>(sizes.total_bytes) / (1 << 30));
   const auto count = [&text](std::string_view what, int64_t n) {
-    text += format("{:<24} {} ({:.3f} B)\n", what, n, static_cast<double>(n) * 1e-9);
+    text += fmt::format("{:<24} {} ({:.3f} B)\n", what, n, static_cast<double>(n) * 1e-9);
   };
   count("backbone parameters", p.backbone);
   count("Engram table parameters", p.engram);
@@ -76,9 +76,9 @@ void write_table(const model::ModelConfig& config,
   count("all parameters", p.total);
   count("active in prefill", p.active_prefill);
   count("active in decode", p.active_decode);
-  text += format("cache bytes per token    {}\n", sizes.cache_bytes_per_token);
-  text += format("window bytes per request {}\n", sizes.window_bytes_per_request);
-  text += format("hidden {}, heads {} x {}, experts {} top {}, vocabulary {}, positions {}\n\n",
+  text += fmt::format("cache bytes per token    {}\n", sizes.cache_bytes_per_token);
+  text += fmt::format("window bytes per request {}\n", sizes.window_bytes_per_request);
+  text += fmt::format("hidden {}, heads {} x {}, experts {} top {}, vocabulary {}, positions {}\n\n",
                  config.hidden_size,
                  config.num_attention_heads,
                  config.head_dim,
@@ -87,9 +87,9 @@ void write_table(const model::ModelConfig& config,
                  config.vocab_size,
                  config.max_position_embeddings);
   text += "layer  ratio  mode     kv source  index source  candidates of  engram\n";
-  const auto id = [](int64_t value) { return value < 0 ? std::string("-") : format("{}", value); };
+  const auto id = [](int64_t value) { return value < 0 ? std::string("-") : fmt::format("{}", value); };
   for (const model::LayerSpec& layer : layers) {
-    text += format("{:>5}  {:>5}  {:<7}  {:>9}  {:>12}  {:>13}  {:>6}\n",
+    text += fmt::format("{:>5}  {:>5}  {:<7}  {:>9}  {:>12}  {:>13}  {:>6}\n",
                    layer.index,
                    layer.ratio,
                    model::mode_name(layer.mode),

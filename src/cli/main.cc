@@ -23,7 +23,7 @@ int main(int argc, char** argv) {
   }
   const cachalot::Status status = action();
   if (!status.ok()) {
-    std::fputs(cachalot::format("cachalot: {}\n", status.message()).c_str(), stderr);
+    std::fputs(fmt::format("cachalot: {}\n", status.message()).c_str(), stderr);
     return 1;
   }
   return 0;

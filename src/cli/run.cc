@@ -113,7 +113,7 @@ Status run(const RunCommandFlags& flags) {
   }
   std::fputs("\n", stdout);
   const auto generated = static_cast<int64_t>(result.token_ids.size());
-  std::fputs(format("load {:.2f} s; prefill {} tokens, {:.1f} tokens/s; decode {} tokens, {:.1f} "
+  std::fputs(fmt::format("load {:.2f} s; prefill {} tokens, {:.1f} tokens/s; decode {} tokens, {:.1f} "
                     "tokens/s\n",
                     runtime->load_seconds(),
                     requests[0].prompt.size(),

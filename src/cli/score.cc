@@ -58,7 +58,7 @@ Status score(const ScoreFlags& flags) {
     }
     CACHALOT_TRY(const engine::Generator::Score result,
                  generator.score(lines[i], flags.top, observer.get())
-                     .with(format("{}: request {}", flags.input, i)));
+                     .with(fmt::format("{}: request {}", flags.input, i)));
     if (observer != nullptr) {
       CACHALOT_RETURN_IF_ERROR(observer->end());
     }

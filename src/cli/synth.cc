@@ -74,7 +74,7 @@ Status synth(const SynthFlags& flags) {
   CACHALOT_RETURN_IF_ERROR(model::synthesize(
       config, flags.out, {.seed = flags.seed, .tokenizer_json = std::move(tokenizer)}, pool));
   const model::Accounting sizes = model::account(config);
-  std::fputs(format("{}: {} tensors, {:.1f} MB, {:.4g} M parameters\n",
+  std::fputs(fmt::format("{}: {} tensors, {:.1f} MB, {:.4g} M parameters\n",
                     flags.out,
                     sizes.tensors,
                     static_cast<double>(sizes.total_bytes) * 1e-6,

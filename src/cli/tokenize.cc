@@ -45,7 +45,7 @@ Status tokenize(const TokenizeFlags& flags) {
   }
   for (int32_t id : ids) {
     const std::string piece = text::decode(tokenizer, {&id, 1}, {.skip_control = false});
-    std::fputs(format("{:>7}  {}\n", id, json_quote(piece)).c_str(), stdout);
+    std::fputs(fmt::format("{:>7}  {}\n", id, json_quote(piece)).c_str(), stdout);
   }
   return {};
 }

@@ -28,7 +28,7 @@ Status verify(const VerifyFlags& flags) {
   }
   const model::Accounting sizes = model::account(checkpoint.config());
   std::fputs(
-      format(
+      fmt::format(
           "{}: {} tensors, {} bytes, no fault\n", flags.directory, sizes.tensors, sizes.total_bytes)
           .c_str(),
       stdout);

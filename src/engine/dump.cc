@@ -31,7 +31,7 @@ Status DumpObserver::begin(int64_t index) {
   file_.reset();
   if (!prescribed_dir_.empty()) {
     CACHALOT_TRY(io::SafetensorsFile file,
-                 io::SafetensorsFile::open(format("{}/{}.safetensors", prescribed_dir_, index)));
+                 io::SafetensorsFile::open(fmt::format("{}/{}.safetensors", prescribed_dir_, index)));
     file_ = std::make_unique<io::SafetensorsFile>(std::move(file));
   }
   return {};
@@ -69,7 +69,7 @@ Status DumpObserver::end() {
   for (size_t i = 0; i < tensors.size(); ++i) {
     tensors[i].view.data = memory[i].data();
   }
-  return io::write_safetensors(format("{}/{}.safetensors", dump_dir_, index_), tensors);
+  return io::write_safetensors(fmt::format("{}/{}.safetensors", dump_dir_, index_), tensors);
 }
 
 void DumpObserver::collect(const std::string& name, const TensorView& rows) {
@@ -147,7 +147,7 @@ void DumpObserver::visit(const std::string& name,
 bool DumpObserver::forced_experts(int64_t layer,
                                   const TensorView& experts,
                                   const model::ObservedRows& where) {
-  return prescribe(format("layers.{}.experts", layer), experts, where.start[0]);
+  return prescribe(fmt::format("layers.{}.experts", layer), experts, where.start[0]);
 }
 
 }  // namespace cachalot::engine

@@ -149,7 +149,7 @@ Result<std::vector<GenerateResult>> Generator::generate(
       return invalid("request {}: max_tokens is {}, must be at least 1", i, request.max_tokens);
     }
     CACHALOT_RETURN_IF_ERROR(
-        validate(request.sampling, config.vocab_size).with(format("request {}", i)));
+        validate(request.sampling, config.vocab_size).with(fmt::format("request {}", i)));
   }
   std::vector<GenerateResult> results(requests.size());
   CACHALOT_TRY(const std::unique_ptr<model::StepRunner> runner, runtime_.make_runner());

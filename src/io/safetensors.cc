@@ -166,7 +166,7 @@ class HeaderHandler : public nlohmann::json_sax<nlohmann::json> {
     return true;
   }
 
-  bool number_integer(int64_t value) override { return bad_number(format("{}", value)); }
+  bool number_integer(int64_t value) override { return bad_number(fmt::format("{}", value)); }
   bool number_float(double, const std::string& text) override { return bad_number(text); }
   bool null() override { return unexpected("null"); }
   bool boolean(bool) override { return unexpected("a boolean"); }
@@ -276,8 +276,8 @@ Status check_ranges(std::vector<SafetensorsEntry>& entries,
                    shown(entry.name),
                    entry.begin,
                    entry.end,
-                   entry.begin < expected ? format("overlap the tensor that ends at {}", expected)
-                                          : format("leave a gap behind byte {}", expected));
+                   entry.begin < expected ? fmt::format("overlap the tensor that ends at {}", expected)
+                                          : fmt::format("leave a gap behind byte {}", expected));
     }
     expected = entry.end;
   }
@@ -421,7 +421,7 @@ Result<SafetensorsWriter> SafetensorsWriter::create(
 
   auto output = std::make_unique<Output>();
   output->path = path;
-  output->temporary = format("{}.{}.tmp", path, ::getpid());
+  output->temporary = fmt::format("{}.{}.tmp", path, ::getpid());
   output->remaining = offset;
   output->file = std::fopen(output->temporary.c_str(), "wbe");
   if (output->file == nullptr) {

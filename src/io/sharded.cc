@@ -75,14 +75,14 @@ class IndexHandler : public nlohmann::json_sax<nlohmann::json> {
   bool parse_error(std::size_t position,
                    const std::string&,
                    const nlohmann::detail::exception& cause) override {
-    return damaged(format("not JSON (at byte {}): {}", position, cause.what()));
+    return damaged(fmt::format("not JSON (at byte {}): {}", position, cause.what()));
   }
 
  private:
   bool in_map() const { return depth_ == 2 && section_ == "weight_map"; }
   bool open() {
     if (in_map() || depth_ == 16) {
-      return damaged(format("the value of {} is nested", json_quote(key_)));
+      return damaged(fmt::format("the value of {} is nested", json_quote(key_)));
     }
     ++depth_;
     return true;
@@ -93,7 +93,7 @@ class IndexHandler : public nlohmann::json_sax<nlohmann::json> {
   }
   bool scalar() {
     if (depth_ == 0 || in_map() || (depth_ == 1 && section_ == "weight_map")) {
-      return damaged(format("the value of {} has the wrong type", json_quote(key_)));
+      return damaged(fmt::format("the value of {} has the wrong type", json_quote(key_)));
     }
     return true;
   }
@@ -149,7 +149,7 @@ class NameList {
   }
   bool empty() const { return count_ == 0; }
   std::string text() const {
-    return count_ <= kListed ? text_ : format("{}, and {} more", text_, count_ - kListed);
+    return count_ <= kListed ? text_ : fmt::format("{}, and {} more", text_, count_ - kListed);
   }
 
  private:
@@ -204,14 +204,14 @@ Result<ShardedTensors> ShardedTensors::open(const std::string& directory) {
   };
   for (const IndexEntry& entry : index.entries) {
     for (; tensor != result.tensors_.end() && tensor->name < entry.name; ++tensor) {
-      extra.add(format("{} in '{}'", json_quote(tensor->name), shard_path(*tensor)));
+      extra.add(fmt::format("{} in '{}'", json_quote(tensor->name), shard_path(*tensor)));
     }
     if (tensor == result.tensors_.end() || tensor->name != entry.name) {
-      missing.add(format("{} in '{}'", json_quote(entry.name), entry.file));
+      missing.add(fmt::format("{} in '{}'", json_quote(entry.name), entry.file));
       continue;
     }
     if (tensor->shard != shard_of_file.at(entry.file)) {
-      moved.add(format("{}: listed in '{}', found in '{}'",
+      moved.add(fmt::format("{}: listed in '{}', found in '{}'",
                        json_quote(entry.name),
                        entry.file,
                        shard_path(*tensor)));
@@ -219,7 +219,7 @@ Result<ShardedTensors> ShardedTensors::open(const std::string& directory) {
     ++tensor;
   }
   for (; tensor != result.tensors_.end(); ++tensor) {
-    extra.add(format("{} in '{}'", json_quote(tensor->name), shard_path(*tensor)));
+    extra.add(fmt::format("{} in '{}'", json_quote(tensor->name), shard_path(*tensor)));
   }
   std::string faults;
   if (!missing.empty()) {
@@ -253,7 +253,7 @@ const ShardedTensors::Tensor* ShardedTensors::find(std::string_view name) const 
 }
 
 std::string shard_file_name(int64_t shard, int64_t count) {
-  return format("model-{:05}-of-{:05}.safetensors", shard + 1, count);
+  return fmt::format("model-{:05}-of-{:05}.safetensors", shard + 1, count);
 }
 
 Status write_shard_index(const std::string& directory,
@@ -263,9 +263,9 @@ Status write_shard_index(const std::string& directory,
     return a.name < b.name;
   });
   std::string text =
-      format("{{\n  \"metadata\": {{\"total_size\": {}}},\n  \"weight_map\": {{", total_size);
+      fmt::format("{{\n  \"metadata\": {{\"total_size\": {}}},\n  \"weight_map\": {{", total_size);
   for (size_t i = 0; i < entries.size(); ++i) {
-    text += format("{}\n    {}: {}",
+    text += fmt::format("{}\n    {}: {}",
                    i == 0 ? "" : ",",
                    json_quote(entries[i].name),
                    json_quote(entries[i].file));

@@ -27,7 +27,7 @@ class Listing {
   }
   void append_to(std::string& message, std::string_view what) const {
     if (count_ > 0) {
-      message += format(
+      message += fmt::format(
           "; {} tensor{} {}: {}", count_, count_ == 1 ? "" : "s", what, fmt::join(texts_, ", "));
       message += count_ > kListed ? ", ..." : "";
     }
@@ -108,7 +108,7 @@ Invalid scan(const TensorView& view, int64_t begin, int64_t end) {
 }  // namespace
 
 std::string to_string(const ValueFault& fault) {
-  return format("{}: element {} is {} ({} such element{})",
+  return fmt::format("{}: element {} is {} ({} such element{})",
                 fault.tensor,
                 fault.element,
                 fault.what,
@@ -163,7 +163,7 @@ Status Checkpoint::check_tensors() const {
       expected.insert(tensor->name);
       const TensorView& view = tensor->view;
       if (view.dtype != stored.dtype || view.shape != stored.shape) {
-        wrong.add(format("{} is {} {} instead of {} {}",
+        wrong.add(fmt::format("{} is {} {} instead of {} {}",
                          stored.name,
                          dtype_name(view.dtype),
                          to_string(view.shape),

@@ -218,7 +218,7 @@ Status read_value(const json& value, const std::string& where, std::vector<int64
   }
   std::vector<int64_t> list;
   for (size_t i = 0; i < value.size(); ++i) {
-    CACHALOT_RETURN_IF_ERROR(read_value(value[i], format("{}[{}]", where, i), list.emplace_back()));
+    CACHALOT_RETURN_IF_ERROR(read_value(value[i], fmt::format("{}[{}]", where, i), list.emplace_back()));
   }
   out = std::move(list);
   return {};
@@ -415,7 +415,7 @@ Result<json> parse_object(std::string_view text) {
       open.pop_back();
     } else if (event == json::parse_event_t::key &&
                !open.back().insert(parsed.get<std::string>()).second) {
-      fault = format("the key {} appears twice", parsed.dump());
+      fault = fmt::format("the key {} appears twice", parsed.dump());
     }
     return fault.empty();
   };

@@ -173,7 +173,7 @@ int64_t InferExec::most_entries(int64_t ratio) const {
 // Observation. -----------------------------------------------------------------------------------
 
 std::string InferExec::name(const LayerSpec& layer, const char* what) const {
-  return format("layers.{}.{}", layer.index, what);
+  return fmt::format("layers.{}.{}", layer.index, what);
 }
 
 void InferExec::observe(const LayerSpec& layer, const char* what, const Var& rows) {

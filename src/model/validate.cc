@@ -13,7 +13,7 @@ namespace {
 constexpr int64_t kTile = 32;
 
 std::string to_text(const std::vector<int64_t>& list) {
-  return format("[{}]", fmt::join(list, ", "));
+  return fmt::format("[{}]", fmt::join(list, ", "));
 }
 
 struct Range {
@@ -94,6 +94,14 @@ Status check_extents(const ModelConfig& c) {
       {"pad_token_id", c.pad_token_id, 0, c.vocab_size - 1},
       {"image_token_id", c.image_token_id, -1, c.vocab_size - 1},
   }));
+  // Bounds the number of tensors.
+  constexpr int64_t kMostExperts = 1 << 18;
+  if (c.num_hidden_layers * c.n_routed_experts > kMostExperts) {
+    return invalid("n_routed_experts is {}; with num_hidden_layers {} there would be more than {}",
+                   c.n_routed_experts,
+                   c.num_hidden_layers,
+                   kMostExperts);
+  }
   if (c.num_attention_heads % c.o_groups != 0) {
     return invalid("o_groups is {}; it must divide num_attention_heads, which is {}",
                    c.o_groups,

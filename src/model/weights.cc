@@ -79,7 +79,7 @@ class Walk {
     weights_.layers.resize(static_cast<size_t>(c_.num_hidden_layers));
     const std::vector<LayerSpec> schedule = layer_schedule(c_);
     for (const LayerSpec& layer : schedule) {
-      at(++shard_, WeightPart::kBackbone, layer.index, format("layers.{}.", layer.index));
+      at(++shard_, WeightPart::kBackbone, layer.index, fmt::format("layers.{}.", layer.index));
       block(weights_.layers[static_cast<size_t>(layer.index)],
             c_.n_routed_experts,
             c_.num_experts_per_tok);
@@ -93,12 +93,12 @@ class Walk {
           &weights_.head);
     norm("norm.weight", c_.hidden_size, kPlainNorm, &weights_.norm);
     for (int64_t stage = 0; stage < c_.num_nextn_predict_layers; ++stage) {
-      at(++shard_, WeightPart::kDraft, stage, format("mtp.{}.", stage));
+      at(++shard_, WeightPart::kDraft, stage, fmt::format("mtp.{}.", stage));
       draft(stage);
     }
     for (const LayerSpec& layer : schedule) {
       if (layer.engram >= 0) {
-        at(++shard_, WeightPart::kBackbone, layer.index, format("layers.{}.engram.", layer.index));
+        at(++shard_, WeightPart::kBackbone, layer.index, fmt::format("layers.{}.engram.", layer.index));
         engram(weights_.layers[static_cast<size_t>(layer.index)].engram,
                c_.engram_num_embeddings[static_cast<size_t>(layer.engram)]);
       }
@@ -196,15 +196,15 @@ class Walk {
 
   void hyper_connection(std::string_view site, HcWeights& hc) {
     const int64_t m = c_.hc_mult, rows = (2 + m) * m;
-    vector(format("hc_{}_fn", site),
+    vector(fmt::format("hc_{}_fn", site),
            {rows, m * c_.hidden_size},
            DType::kF32,
            WeightRole::kHcFn,
            gain(1, 1, m * c_.hidden_size),
            &hc.fn);
-    vector(format("hc_{}_base", site), {rows}, DType::kF32, WeightRole::kHcBase, kHcBase, &hc.base);
+    vector(fmt::format("hc_{}_base", site), {rows}, DType::kF32, WeightRole::kHcBase, kHcBase, &hc.base);
     vector(
-        format("hc_{}_scale", site), {3}, DType::kF32, WeightRole::kHcScale, {0.5, 0.1}, &hc.scale);
+        fmt::format("hc_{}_scale", site), {3}, DType::kF32, WeightRole::kHcScale, {0.5, 0.1}, &hc.scale);
   }
 
   void attention(AttentionWeights& attn) {
@@ -234,7 +234,7 @@ class Walk {
     const int64_t d = c_.hidden_size, f = c_.moe_intermediate_size;
     const auto matrix =
         [&](const char* which, int64_t out, int64_t in, const Spread& spread, ops::Weight* weight) {
-          emit(format("{}.{}.weight", name, which),
+          emit(fmt::format("{}.{}.weight", name, which),
                {out, in},
                kind,
                dtype,
@@ -270,7 +270,7 @@ class Walk {
     moe.experts.resize(static_cast<size_t>(experts));
     for (int64_t e = 0; e < experts; ++e) {
       expert_ = e;
-      expert(format("ffn.experts.{}", e),
+      expert(fmt::format("ffn.experts.{}", e),
              WeightKind::kFp4Row,
              DType::kI8,
              output,
@@ -398,7 +398,7 @@ class Walk {
     with_bias("patch_embed.proj", h, 3 * v.patch_size * v.patch_size, 1, 1);
     norm("norm.weight", h, kPlainNorm, nullptr);
     for (int64_t b = 0; b < v.num_hidden_layers; ++b) {
-      at(shard_, WeightPart::kVision, b, format("vision.blocks.{}.", b));
+      at(shard_, WeightPart::kVision, b, fmt::format("vision.blocks.{}.", b));
       norm("norm1.weight", h, kPlainNorm, nullptr);
       with_bias("attn.wqkv", 3 * h, h, 1, 1);
       with_bias("attn.wo", h, h, 0.3, 0.3);
@@ -419,13 +419,13 @@ class Walk {
     with_bias("w2", d, d, kSwiglu, kStream);
   }
   void with_bias(std::string_view stem, int64_t out, int64_t in, double input, double output) {
-    plain(format("{}.weight", stem),
+    plain(fmt::format("{}.weight", stem),
           {out, in},
           WeightRole::kVision,
           gain(input, output, in),
           nullptr);
     vector(
-        format("{}.bias", stem), {out}, DType::kBF16, WeightRole::kVisionBias, {0, kBias}, nullptr);
+        fmt::format("{}.bias", stem), {out}, DType::kBF16, WeightRole::kVisionBias, {0, kBias}, nullptr);
   }
 
   const ModelConfig& c_;

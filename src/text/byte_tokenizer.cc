@@ -71,7 +71,7 @@ std::string byte_level_tokenizer_json(int32_t vocab_size) {
     write_added(w, id++, kControlTokens[static_cast<size_t>(i)]);
   }
   for (int32_t i = 0; i < placeholders; ++i) {
-    write_added(w, id++, format("<\uFF5Cplace\u2581holder\u2581no\u2581{}\uFF5C>", i));
+    write_added(w, id++, fmt::format("<\uFF5Cplace\u2581holder\u2581no\u2581{}\uFF5C>", i));
   }
   w.end_array().key("normalizer").null();
 

@@ -239,7 +239,7 @@ void ChatParser::on_marker(const Marker& marker) {
       ChatEvent begin;
       begin.type = ChatEvent::Type::kToolCallBegin;
       begin.call = calls_++;
-      begin.id = format("{}_{}", options_.call_id_prefix, begin.call);
+      begin.id = fmt::format("{}_{}", options_.call_id_prefix, begin.call);
       begin.name = std::exchange(word_, {});
       events_.push_back(std::move(begin));
       first_parameter_ = true;

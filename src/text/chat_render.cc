@@ -262,7 +262,7 @@ class Renderer {
         plain("</tool_result>");
         return;
       case ContentBlock::Type::kUnsupported:
-        plain(format("[Unsupported {}]", block.text));
+        plain(fmt::format("[Unsupported {}]", block.text));
         return;
     }
   }
@@ -347,7 +347,7 @@ class Renderer {
     }
     if (i == 0 && request_.thinking) {
       plain(
-          format("Reasoning Effort: {} (range 1-100, the higher the value, the more thorough the "
+          fmt::format("Reasoning Effort: {} (range 1-100, the higher the value, the more thorough the "
                  "reasoning)\n\n",
                  request_.effort));
     }

@@ -16,7 +16,7 @@ Status must_be(std::string_view path, std::string_view expected, const Json& got
 }
 
 std::string child(std::string_view path, std::string_view key) {
-  return path.empty() ? std::string(key) : format("{}.{}", path, key);
+  return path.empty() ? std::string(key) : fmt::format("{}.{}", path, key);
 }
 
 // The value of a key, with null counting as absent.
@@ -110,7 +110,7 @@ Result<ImageSource> parse_image(const Json& block, const std::string& path) {
     if (source != nullptr && present(*source, "data") != nullptr) {
       CACHALOT_TRY(const std::string media, required_string(*source, source_path, "media_type"));
       CACHALOT_TRY(const std::string data, required_string(*source, source_path, "data"));
-      image.url = format("data:{};base64,{}", media, data);
+      image.url = fmt::format("data:{};base64,{}", media, data);
     } else if (source != nullptr) {
       CACHALOT_TRY(image.url, string_field(*source, source_path, "url"));
     }
@@ -139,7 +139,7 @@ Result<std::vector<ContentBlock>> parse_content(const Json& content,
   }
   for (size_t i = 0; i < content.items.size(); ++i) {
     const Json& item = content.items[i];
-    const std::string item_path = format("{}[{}]", path, i);
+    const std::string item_path = fmt::format("{}[{}]", path, i);
     if (!item.is_object()) {
       return must_be(item_path, "an object", item);
     }
@@ -247,7 +247,7 @@ Result<std::vector<ToolDefinition>> parse_tools(Json& object, std::string_view p
   Json& list = *object.find("tools");
   for (size_t i = 0; i < list.items.size(); ++i) {
     CACHALOT_TRY(ToolDefinition tool,
-                 parse_tool(list.items[i], format("{}[{}]", child(path, "tools"), i)));
+                 parse_tool(list.items[i], fmt::format("{}[{}]", child(path, "tools"), i)));
     tools.push_back(std::move(tool));
   }
   return tools;
@@ -355,7 +355,7 @@ Result<Message> parse_message(Json& json, const std::string& path, bool last) {
   CACHALOT_TRY(const Json* calls, array_field(json, path, "tool_calls"));
   for (size_t i = 0; calls != nullptr && i < calls->items.size(); ++i) {
     CACHALOT_TRY(ToolCall call,
-                 parse_tool_call(calls->items[i], format("{}.tool_calls[{}]", path, i)));
+                 parse_tool_call(calls->items[i], fmt::format("{}.tool_calls[{}]", path, i)));
     out.tool_calls.push_back(std::move(call));
   }
   CACHALOT_TRY(const std::optional<bool> prefix, bool_field(json, path, "prefix"));
@@ -542,7 +542,7 @@ Result<ChatRequest> parse_chat_request(std::string_view json) {
     CACHALOT_TRY(
         Message message,
         parse_message(
-            messages->items[i], format("messages[{}]", i), i + 1 == messages->items.size()));
+            messages->items[i], fmt::format("messages[{}]", i), i + 1 == messages->items.size()));
     out.messages.push_back(std::move(message));
   }
   CACHALOT_TRY(out.tools, parse_tools(root, ""));
@@ -563,7 +563,7 @@ Result<ToolDefinition> make_tool(std::string_view name,
   set(function, "name", string_value(std::string(name)));
   set(function, "description", string_value(std::string(description)));
   if (!parameters.empty()) {
-    const std::string path = format("parameters of tool '{}'", name);
+    const std::string path = fmt::format("parameters of tool '{}'", name);
     CACHALOT_TRY(Json schema, internal::parse_json(parameters, path));
     if (!schema.is_object()) {
       return must_be(path, "an object", schema);
@@ -579,7 +579,7 @@ Result<std::string> qualified_tool_name(std::string_view tool_namespace, std::st
       return invalid("'{}' must not contain '::'", part);
     }
   }
-  return format("{}::{}", tool_namespace, name);
+  return fmt::format("{}::{}", tool_namespace, name);
 }
 
 ToolName split_tool_name(std::string_view qualified) {

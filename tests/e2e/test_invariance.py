@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from conftest import read_lines, write_lines
-from test_parity import CONFIGS, edge_lengths, score, tokens_of
+from test_parity import BACKENDS, CONFIGS, edge_lengths, score, tokens_of
 from tests.oracle.checkpoint import Checkpoint
 
 # Lists of ids are padded to the widest row of a step, so their width may differ between chunkings.
@@ -26,6 +26,7 @@ def assert_same(a, b):
 @pytest.mark.parametrize("precision", ["official", "f32"])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_prefill_chunks(cachalot, checkpoint, tmp_path, name, precision):
+    backend = BACKENDS[-1]
     directory = checkpoint("t1", *CONFIGS[name])
     lengths = edge_lengths(Checkpoint(directory).config)
     prompts = [tokens_of(n, 512, 100 + n) for n in lengths]
@@ -35,7 +36,11 @@ def test_prefill_chunks(cachalot, checkpoint, tmp_path, name, precision):
         work.mkdir()
         runs.append(
             score(
-                cachalot, directory, prompts, work, "--chunk", chunk, "--top", 5, "--precision", precision
+                cachalot,
+                directory,
+                prompts,
+                work,
+                *("--chunk", chunk, "--top", 5, "--precision", precision, "--backend", backend),
             )
         )
     lines, dumps = runs[-1]
@@ -45,7 +50,7 @@ def test_prefill_chunks(cachalot, checkpoint, tmp_path, name, precision):
             assert_same(a, b)
 
 
-@pytest.mark.parametrize("backend", ["ref", "cpu"])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_threads(cachalot, checkpoint, tmp_path, backend):
     directory = checkpoint("t1")
     prompts = [tokens_of(n, 512, n) for n in (5, 33, 70)]
@@ -67,7 +72,8 @@ def test_threads(cachalot, checkpoint, tmp_path, backend):
 def generate(cachalot, directory, prompts, work, *flags):
     lines = write_lines(work / "prompts.jsonl", [{"tokens": p} for p in prompts])
     text = cachalot(
-        "run", "-m", directory, "--input", lines, "--output", "-", "--ignore-eos", "--threads", 1, *flags
+        "run", "-m", directory, "--input", lines, "--output", "-", "--ignore-eos", "--threads", 1,
+        "--backend", BACKENDS[-1], *flags
     )
     keys = ("prompt_token_ids", "token_ids", "text", "logprobs")
     return [{key: line[key] for key in keys} for line in read_lines(text)]
@@ -94,6 +100,6 @@ def test_prefill_equals_decode(cachalot, checkpoint, tmp_path, precision):
         cachalot, directory, prompts, tmp_path, "-n", 40, "--temperature", 1, "--top-p", 1, *flags
     )
     whole = [r["prompt_token_ids"] + r["token_ids"] for r in results]
-    lines, _ = score(cachalot, directory, whole, tmp_path, *flags)
+    lines, _ = score(cachalot, directory, whole, tmp_path, *flags, "--backend", BACKENDS[-1])
     for result, line in zip(results, lines):
         assert line["logprobs"][len(result["prompt_token_ids"]) :] == result["logprobs"]

@@ -4,12 +4,17 @@ Every dump of the engine is fed to the oracle, which recomputes each tensor from
 inputs (see tests/oracle/compare.py for the rules).
 """
 
+import os
+
 import numpy as np
 import pytest
 
 from conftest import read_lines, write_lines
 from tests.oracle import compare, model
 from tests.oracle.checkpoint import Checkpoint, read_dump
+
+# A machine with a GPU proves that backend with CACHALOT_BACKENDS=cuda.
+BACKENDS = os.environ.get("CACHALOT_BACKENDS", "ref,cpu").split(",")
 
 # t1 and four configs that move every threshold: windows, ratios, top-k, candidate blocks, the number
 # of sources, Engram layers.
@@ -83,7 +88,7 @@ def faults(loaded, tokens, dump, precision, ablate=()):
     return [f for f in compare.compare(reference, dump, loaded.config, precision) if not f.ok]
 
 
-@pytest.mark.parametrize("backend", ["ref", "cpu"])
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("precision", ["f32", "official"])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_sublayer_agrees(cachalot, checkpoint, tmp_path, name, precision, backend):
@@ -99,7 +104,7 @@ def test_every_sublayer_agrees(cachalot, checkpoint, tmp_path, name, precision, 
         assert not bad, f"length {len(tokens)}: {bad[:5]}"
 
 
-@pytest.mark.parametrize("backend", ["ref", "cpu"])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_unquantized_weights_agree(cachalot, checkpoint, tmp_path, backend):
     directory = checkpoint("t1", weights="f32")
     loaded = Checkpoint(directory)
