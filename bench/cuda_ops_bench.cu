@@ -1,0 +1,719 @@
+// Times the CUDA ops at the shapes of DeepSeek-V4.1-Flash on one GPU.
+//
+//   cachalot_cuda_bench [substring]...     only ops whose name contains one of the substrings
+//
+// One JSON object per line: name, shape, median_s, bytes, flops, gbps, tflops, and ceiling_s, the larger of
+// bytes / copy bandwidth and flops / BF16 matrix rate, both measured first in the same run; fraction =
+// ceiling_s / median_s. Bytes are those that must move once (weights, caches, rows).
+//
+// Method: random non-zero data made on the device; every op rotates through enough argument sets to move
+// more than 200 MB before memory repeats; CUDA-graph replays of many calls; median of 9 replays.
+#include <cublas_v2.h>
+#include <cuda_runtime.h>
+#include <dlfcn.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "base/rng.h"
+#include "ops/ops.h"
+#include "quant/block.h"
+
+namespace cachalot {
+namespace {
+
+constexpr int64_t kRotateBytes = 256 << 20;
+constexpr int kReplays = 9;
+
+void check(cudaError_t error, const char* what) {
+  if (error != cudaSuccess) {
+    std::fprintf(stderr, "%s: %s\n", what, cudaGetErrorString(error));
+    std::exit(1);
+  }
+}
+void check(const Status& status) {
+  if (!status.ok()) {
+    std::fprintf(stderr, "%s\n", status.message().c_str());
+    std::exit(1);
+  }
+}
+
+// What a byte of device memory stands for.
+enum class Fill : uint8_t { kBf16, kF32, kE4m3, kE8m0, kBytes, kWindowRow, kMainRow, kIndexRow };
+
+__device__ uint32_t hash(uint64_t x) {
+  x ^= x >> 33, x *= 0xff51afd7ed558ccdull, x ^= x >> 33, x *= 0xc4ceb9fe1a85ec53ull, x ^= x >> 33;
+  return static_cast<uint32_t>(x);
+}
+__device__ uint8_t fill_code(uint32_t r) { return static_cast<uint8_t>((r & 0x80) | (0x28 + r % 40)); }
+
+// Values are a few binades wide, scales vary from block to block.
+__global__ void fill_kernel(uint8_t* memory, int64_t bytes, Fill fill, uint64_t seed) {
+  for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < bytes;
+       i += int64_t{gridDim.x} * blockDim.x) {
+    const uint32_t r = hash(seed * 0x9E3779B97F4A7C15ull + static_cast<uint64_t>(i));
+    uint8_t v = static_cast<uint8_t>(r);
+    if (fill == Fill::kBf16) {
+      v = i % 2 == 0 ? v : static_cast<uint8_t>((r & 0x80) | (0x3D + (r >> 8) % 3));
+    } else if (fill == Fill::kF32) {
+      v = i % 4 < 3 ? v : static_cast<uint8_t>((r & 0x80) | (0x3C + (r >> 8) % 3));
+    } else if (fill == Fill::kE4m3) {
+      v = fill_code(r);
+    } else if (fill == Fill::kE8m0) {
+      v = static_cast<uint8_t>(116 + r % 4);
+    } else if (fill == Fill::kWindowRow) {
+      v = i % 528 < 512 ? fill_code(r) : static_cast<uint8_t>(118 + r % 3);
+    } else if (fill == Fill::kMainRow) {
+      v = i % 288 < 256 ? v : static_cast<uint8_t>(0x20 + r % 24);
+    } else if (fill == Fill::kIndexRow) {
+      v = i % 68 < 64 ? v : static_cast<uint8_t>(122 + r % 4);
+    }
+    memory[i] = v;
+  }
+}
+
+__global__ void copy_kernel(const uint4* from, uint4* to, int64_t count) {
+  for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < count;
+       i += int64_t{gridDim.x} * blockDim.x) {
+    to[i] = from[i];
+  }
+}
+
+class Bench {
+ public:
+  Bench(int argc, char** argv) : filters_(argv + 1, argv + argc) {
+    check(cudaStreamCreate(&stream_), "stream");
+    constexpr int64_t kScratch = int64_t{3} << 30;
+    scratch_memory_ = allocate(kScratch);
+    scratch_ = std::make_unique<Arena>(scratch_memory_, kScratch, Device::kCuda);
+    ctx_.backend = ops::Backend::kCuda;
+    ctx_.stream = stream_;
+    ctx_.scratch = scratch_.get();
+    measure_ceilings();
+  }
+
+  ops::OpContext& ctx() { return ctx_; }
+
+  bool wanted(const std::string& name) const {
+    return filters_.empty() || std::any_of(filters_.begin(), filters_.end(), [&](const auto& f) {
+             return name.find(f) != std::string::npos;
+           });
+  }
+
+  void* allocate(int64_t bytes) {
+    void* memory = nullptr;
+    check(cudaMalloc(&memory, static_cast<size_t>(std::max<int64_t>(bytes, 16))), "allocate");
+    allocations_.push_back(memory);
+    return memory;
+  }
+  // Frees everything that was allocated since `mark`.
+  size_t mark() const { return allocations_.size(); }
+  void release(size_t mark) {
+    check(cudaDeviceSynchronize(), "synchronize");
+    for (; allocations_.size() > mark; allocations_.pop_back()) {
+      cudaFree(allocations_.back());
+    }
+  }
+  uint8_t* filled(int64_t bytes, Fill fill) {
+    auto* memory = static_cast<uint8_t*>(allocate(bytes));
+    fill_kernel<<<1024, 256, 0, stream_>>>(memory, bytes, fill, ++seed_);
+    check(cudaGetLastError(), "fill");
+    return memory;
+  }
+  TensorView tensor(DType dtype, const Shape& shape) {
+    const Fill fill = dtype == DType::kBF16 ? Fill::kBf16 : Fill::kF32;
+    return {filled(shape.elements() * dtype_bytes(dtype), fill), dtype, shape, Device::kCuda};
+  }
+  template <class T>
+  T* uploaded(const std::vector<T>& values) {
+    auto* memory = static_cast<T*>(allocate(static_cast<int64_t>(values.size() * sizeof(T))));
+    check(cudaMemcpy(memory, values.data(), values.size() * sizeof(T), cudaMemcpyHostToDevice), "upload");
+    return memory;
+  }
+  TensorView ints(const std::vector<int32_t>& values, const Shape& shape) {
+    return {uploaded(values), DType::kI32, shape, Device::kCuda};
+  }
+  ops::Weight weight(ops::WeightFormat format, int64_t out, int64_t in) {
+    ops::Weight w;
+    w.format = format;
+    w.out = out;
+    w.in = in;
+    switch (format) {
+      case ops::WeightFormat::kFp8Block:
+        w.values = {filled(out * in, Fill::kE4m3), DType::kF8E4M3, {out, in}, Device::kCuda};
+        w.scales = {filled(out / 32 * (in / 32), Fill::kE8m0),
+                    DType::kF8E8M0,
+                    {out / 32, in / 32},
+                    Device::kCuda};
+        break;
+      case ops::WeightFormat::kFp4Row:
+        w.values = {filled(out * in / 2, Fill::kBytes), DType::kI8, {out, in / 2}, Device::kCuda};
+        w.scales = {filled(out * (in / 32), Fill::kE8m0), DType::kF8E8M0, {out, in / 32}, Device::kCuda};
+        break;
+      default:
+        w.values = tensor(DType::kBF16, {out, in});
+    }
+    return w;
+  }
+
+  // Median seconds of one call of run(i); i counts the calls.
+  double time(int calls, const std::function<Status(int)>& run) {
+    check(run(0));
+    check(cudaStreamSynchronize(stream_), "first call");
+    cudaGraph_t graph = nullptr;
+    cudaGraphExec_t exec = nullptr;
+    check(cudaStreamBeginCapture(stream_, cudaStreamCaptureModeThreadLocal), "capture");
+    for (int i = 0; i < calls; ++i) {
+      check(run(i));
+    }
+    check(cudaStreamEndCapture(stream_, &graph), "capture");
+    check(cudaGraphInstantiate(&exec, graph, 0), "instantiate");
+    cudaEvent_t begin, end;
+    check(cudaEventCreate(&begin), "event");
+    check(cudaEventCreate(&end), "event");
+    std::vector<float> times;
+    for (int i = 0; i < kReplays + 2; ++i) {
+      check(cudaEventRecord(begin, stream_), "event");
+      check(cudaGraphLaunch(exec, stream_), "replay");
+      check(cudaEventRecord(end, stream_), "event");
+      check(cudaEventSynchronize(end), "replay");
+      float ms = 0;
+      check(cudaEventElapsedTime(&ms, begin, end), "event");
+      if (i >= 2) {
+        times.push_back(ms);
+      }
+    }
+    cudaGraphExecDestroy(exec);
+    cudaGraphDestroy(graph);
+    cudaEventDestroy(begin);
+    cudaEventDestroy(end);
+    std::sort(times.begin(), times.end());
+    return times[times.size() / 2] * 1e-3 / calls;
+  }
+
+  void report(const std::string& name, const std::string& shape, double seconds, double bytes, double flops) {
+    const double ceiling = std::max(bytes / copy_rate_, flops / mma_rate_);
+    std::printf(
+        "{\"name\": \"%s\", \"shape\": \"%s\", \"median_s\": %.4g, \"bytes\": %.6g, \"flops\": %.6g, "
+        "\"gbps\": %.1f, \"tflops\": %.2f, \"ceiling_s\": %.4g, \"fraction\": %.3f}\n",
+        name.c_str(),
+        shape.c_str(),
+        seconds,
+        bytes,
+        flops,
+        bytes / seconds * 1e-9,
+        flops / seconds * 1e-12,
+        ceiling,
+        ceiling / seconds);
+    std::fflush(stdout);
+  }
+
+ private:
+  void measure_ceilings() {
+    const size_t start = mark();
+    constexpr int64_t kBytes = int64_t{2} << 30;
+    auto* from = filled(kBytes, Fill::kBytes);
+    auto* to = static_cast<uint8_t*>(allocate(kBytes));
+    const double copy = time(4, [&](int) -> Status {
+      copy_kernel<<<132 * 8, 512, 0, stream_>>>(
+          reinterpret_cast<uint4*>(from), reinterpret_cast<uint4*>(to), kBytes / 16);
+      return {};
+    });
+    copy_rate_ = 2.0 * kBytes / copy;
+    release(start);
+    mma_rate_ = measure_matrix_rate();
+    std::printf("{\"name\": \"ceiling\", \"copy_gbps\": %.1f, \"bf16_tflops\": %.1f}\n",
+                copy_rate_ * 1e-9,
+                mma_rate_ * 1e-12);
+    std::fflush(stdout);
+    release(start);
+  }
+  // cuBLAS is loaded, not linked: without it the matrix ceiling is the H200's published measurement.
+  double measure_matrix_rate() {
+    void* library = dlopen("libcublas.so.13", RTLD_NOW);
+    if (library == nullptr) {
+      return 790e12;
+    }
+    const auto create = reinterpret_cast<decltype(&cublasCreate_v2)>(dlsym(library, "cublasCreate_v2"));
+    const auto set_stream =
+        reinterpret_cast<decltype(&cublasSetStream_v2)>(dlsym(library, "cublasSetStream_v2"));
+    using Gemm = cublasStatus_t (*)(cublasHandle_t, cublasOperation_t, cublasOperation_t, int, int, int,
+                                    const void*, const void*, cudaDataType, int, const void*,
+                                    cudaDataType, int, const void*, void*, cudaDataType, int,
+                                    cublasComputeType_t, cublasGemmAlgo_t);
+    const auto gemm = reinterpret_cast<Gemm>(dlsym(library, "cublasGemmEx"));
+    cublasHandle_t handle = nullptr;
+    if (create == nullptr || set_stream == nullptr || gemm == nullptr ||
+        create(&handle) != CUBLAS_STATUS_SUCCESS) {
+      return 790e12;
+    }
+    set_stream(handle, stream_);
+    constexpr int kN = 8192;
+    const TensorView a = tensor(DType::kBF16, {kN, kN}), b = tensor(DType::kBF16, {kN, kN});
+    const TensorView c = tensor(DType::kBF16, {kN, kN});
+    const float one = 1, zero = 0;
+    const double seconds = time(4, [&](int) -> Status {
+      const auto code = gemm(handle,
+                             CUBLAS_OP_T,
+                             CUBLAS_OP_N,
+                             kN,
+                             kN,
+                             kN,
+                             &one,
+                             a.data,
+                             CUDA_R_16BF,
+                             kN,
+                             b.data,
+                             CUDA_R_16BF,
+                             kN,
+                             &zero,
+                             c.data,
+                             CUDA_R_16BF,
+                             kN,
+                             CUBLAS_COMPUTE_32F,
+                             CUBLAS_GEMM_DEFAULT);
+      return code == CUBLAS_STATUS_SUCCESS ? Status() : Status(Code::kInternal, "cublasGemmEx");
+    });
+    return 2.0 * kN * kN * kN / seconds;
+  }
+
+  std::vector<std::string> filters_;
+  cudaStream_t stream_ = nullptr;
+  void* scratch_memory_ = nullptr;
+  std::unique_ptr<Arena> scratch_;
+  ops::OpContext ctx_;
+  std::vector<void*> allocations_;
+  uint64_t seed_ = 0;
+  double copy_rate_ = 4.3e12;
+  double mma_rate_ = 790e12;
+};
+
+using ops::WeightFormat;
+
+std::string tokens(int64_t t) { return "T=" + std::to_string(t); }
+
+double weight_bytes(const ops::Weight& w) {
+  return static_cast<double>(w.values.bytes()) + (w.scales.empty() ? 0.0 : static_cast<double>(w.scales.bytes()));
+}
+
+// Dense linears ------------------------------------------------------------------------------------
+
+struct LinearSpec {
+  const char* name;
+  int64_t in;
+  std::vector<int64_t> outs;
+  int64_t groups = 1;
+  bool quantize = true;
+  WeightFormat format = WeightFormat::kFp8Block;
+  DType y = DType::kBF16;
+};
+
+void bench_linears(Bench& bench) {
+  const LinearSpec specs[] = {
+      {"linear.wq_a+wkv", 5120, {1280, 512}},
+      {"linear.wq_b", 1280, {32768}},
+      {"linear.wo_a", 4096, {8192}, 8, false},
+      {"linear.wo_b", 8192, {5120}},
+      {"linear.shared_w13", 5120, {2304, 2304}},
+      {"linear.shared_w2", 2304, {5120}},
+      {"linear.index_wq_b", 1280, {4096}},
+      {"linear.engram_wkv", 6144, {25600}},
+      {"linear.compressor", 5120, {512, 512}, 1, false, WeightFormat::kBF16, DType::kF32},
+  };
+  for (const int64_t t : {int64_t{1}, int64_t{8}, int64_t{64}, int64_t{4096}}) {
+    double dense = 0;
+    for (const LinearSpec& spec : specs) {
+      if (!bench.wanted(spec.name)) {
+        continue;
+      }
+      const size_t start = bench.mark();
+      double bytes = 0, flops = 0;
+      for (const int64_t out : spec.outs) {
+        bytes += static_cast<double>(out * spec.in) * (spec.format == WeightFormat::kBF16 ? 2.0 : 1.0 + 1.0 / 1024);
+        flops += 2.0 * static_cast<double>(t * out * spec.in);
+      }
+      const int sets = static_cast<int>(std::min<double>(64, std::ceil(kRotateBytes / bytes)));
+      const TensorView x = bench.tensor(DType::kBF16, {t, spec.groups * spec.in});
+      std::vector<std::vector<ops::Weight>> weights(static_cast<size_t>(sets));
+      std::vector<std::vector<ops::LinearTarget>> targets(static_cast<size_t>(sets));
+      for (size_t s = 0; s < weights.size(); ++s) {
+        for (const int64_t out : spec.outs) {
+          weights[s].push_back(bench.weight(spec.format, out, spec.in));
+        }
+        for (size_t i = 0; i < spec.outs.size(); ++i) {
+          targets[s].push_back({&weights[s][i], bench.tensor(spec.y, {t, spec.outs[i]})});
+        }
+      }
+      const int calls = t >= 1024 ? 4 : std::max(20, sets);
+      const double seconds = bench.time(calls, [&](int i) {
+        return ops::linear(bench.ctx(),
+                           {.x = x,
+                            .targets = targets[static_cast<size_t>(i % sets)],
+                            .groups = spec.groups,
+                            .quantize_input = spec.quantize});
+      });
+      const bool dense_set = std::strncmp(spec.name, "linear.w", 8) == 0 ||
+                             std::strncmp(spec.name, "linear.shared", 13) == 0;
+      dense += dense_set ? seconds : 0;
+      bench.report(spec.name, tokens(t), seconds, bytes, flops);
+      bench.release(start);
+    }
+    if (bench.wanted("linear.dense_set")) {
+      const double bytes = 126.617e6 + 35.4e6 - 1e3;
+      bench.report("linear.dense_set", tokens(t), dense, bytes, 2 * bytes * static_cast<double>(t));
+    }
+  }
+}
+
+void bench_head(Bench& bench) {
+  if (!bench.wanted("head")) {
+    return;
+  }
+  const size_t start = bench.mark();
+  const int64_t v = 129280, d = 5120;
+  const ops::Weight w = bench.weight(WeightFormat::kBF16, v, d);
+  for (const int64_t n : {int64_t{1}, int64_t{64}}) {
+    const size_t inner = bench.mark();
+    std::vector<int32_t> rows;
+    for (int64_t i = 0; i < n; ++i) {
+      rows.push_back(static_cast<int32_t>(i));
+    }
+    ops::HeadArgs args;
+    args.select = bench.ints(rows, {n});
+    args.x = bench.tensor(DType::kBF16, {n, 4, d});
+    args.pending = {bench.tensor(DType::kBF16, {n, d}),
+                    bench.tensor(DType::kF32, {n, 4}),
+                    bench.tensor(DType::kF32, {n, 4, 4})};
+    args.pre = bench.tensor(DType::kF32, {n, 4});
+    args.norm = bench.tensor(DType::kBF16, {d});
+    args.rms_eps = 1e-20f;
+    args.weight = w;
+    args.logits = bench.tensor(DType::kF32, {n, v});
+    const double seconds = bench.time(4, [&](int) { return ops::head(bench.ctx(), args); });
+    bench.report("head", "N=" + std::to_string(n), seconds, weight_bytes(w), 2.0 * n * v * d);
+    bench.release(inner);
+  }
+  bench.release(start);
+}
+
+// Experts ------------------------------------------------------------------------------------------
+
+void bench_experts(Bench& bench) {
+  if (!bench.wanted("experts")) {
+    return;
+  }
+  const size_t start = bench.mark();
+  const int64_t d = 5120, f = 2304, e = 384, k = 6;
+  std::vector<ops::ExpertView> routed, shared;
+  for (int64_t i = 0; i < e; ++i) {
+    routed.push_back({bench.weight(WeightFormat::kFp4Row, f, d),
+                      bench.weight(WeightFormat::kFp4Row, f, d),
+                      bench.weight(WeightFormat::kFp4Row, d, f)});
+  }
+  shared.push_back({bench.weight(WeightFormat::kFp8Block, f, d),
+                    bench.weight(WeightFormat::kFp8Block, f, d),
+                    bench.weight(WeightFormat::kFp8Block, d, f)});
+  const double one = 3 * static_cast<double>(f * d) * (0.5 + 1.0 / 32);
+  const Philox random(7);
+  uint64_t draw = 0;
+  for (const int64_t t : {1, 2, 8, 16, 64, 128, 512, 4096}) {
+    for (const bool with_shared : {true, false}) {
+      if (!with_shared && t != 1 && t != 64) {
+        continue;
+      }
+      const size_t inner = bench.mark();
+      const int sets = t <= 16 ? 16 : 4;
+      std::vector<ops::ExpertsArgs> args(static_cast<size_t>(sets));
+      double distinct = 0;
+      for (ops::ExpertsArgs& a : args) {
+        std::vector<int32_t> ids;
+        std::vector<bool> used(static_cast<size_t>(e));
+        for (int64_t row = 0; row < t; ++row) {
+          std::vector<int32_t> chosen;
+          while (static_cast<int64_t>(chosen.size()) < k) {
+            const auto id = static_cast<int32_t>(random.words(draw++)[0] % static_cast<uint32_t>(e));
+            if (std::find(chosen.begin(), chosen.end(), id) == chosen.end()) {
+              chosen.push_back(id);
+              distinct += used[static_cast<size_t>(id)] ? 0 : 1.0 / sets;
+              used[static_cast<size_t>(id)] = true;
+            }
+          }
+          std::sort(chosen.begin(), chosen.end());
+          ids.insert(ids.end(), chosen.begin(), chosen.end());
+        }
+        a.x = bench.tensor(DType::kBF16, {t, d});
+        a.experts = bench.ints(ids, {t, k});
+        a.weights = bench.tensor(DType::kF32, {t, k});
+        a.routed = routed;
+        if (with_shared) {
+          a.shared = shared;
+        }
+        a.limit = 10;
+        a.y = bench.tensor(DType::kBF16, {t, d});
+      }
+      const int calls = t >= 512 ? 2 : t >= 64 ? 4 : 16;
+      const double seconds = bench.time(calls, [&](int i) {
+        return ops::experts(bench.ctx(), args[static_cast<size_t>(i % sets)]);
+      });
+      const double bytes = distinct * one + (with_shared ? 3.0 * f * d : 0.0);
+      const double flops = 6.0 * static_cast<double>(t * f * d) * (k + (with_shared ? 1 : 0));
+      bench.report(with_shared ? "experts" : "experts.routed_only",
+                   tokens(t) + " distinct=" + std::to_string(static_cast<int>(distinct + 0.5)),
+                   seconds,
+                   bytes,
+                   flops);
+      bench.release(inner);
+    }
+  }
+  bench.release(start);
+}
+
+// Attention and index ------------------------------------------------------------------------------
+
+// Decode rows: one row per sequence at position `context` - 1, pages of 128 rows.
+struct Decode {
+  Decode(Bench& bench, int64_t batch, int64_t context, int64_t row_bytes, Fill fill) {
+    std::vector<int32_t> position, sequence, begin, start;
+    for (int64_t s = 0; s < batch; ++s) {
+      position.push_back(static_cast<int32_t>(context - 1));
+      sequence.push_back(static_cast<int32_t>(s));
+      begin.push_back(static_cast<int32_t>(s));
+      start.push_back(static_cast<int32_t>(context - 1));
+    }
+    begin.push_back(static_cast<int32_t>(batch));
+    rows.rows = rows.sequences = batch;
+    rows.position = bench.ints(position, {batch});
+    rows.sequence = bench.ints(sequence, {batch});
+    rows.row_begin = bench.ints(begin, {batch + 1});
+    rows.start = bench.ints(start, {batch});
+    rows.is_image = {bench.uploaded(std::vector<uint8_t>(static_cast<size_t>(batch))),
+                     DType::kU8,
+                     {batch},
+                     Device::kCuda};
+    const int64_t pages = (context + 127) / 128;
+    uint8_t* memory = bench.filled(batch * pages * 128 * row_bytes, fill);
+    std::vector<ops::PagedRows> views;
+    for (int64_t s = 0; s < batch; ++s) {
+      std::vector<uint8_t*> pointers;
+      for (int64_t p = 0; p < pages; ++p) {
+        // Pages of the sequences interleave.
+        pointers.push_back(memory + (p * batch + s) * 128 * row_bytes);
+      }
+      views.push_back({bench.uploaded(pointers), 128, row_bytes});
+    }
+    main = bench.uploaded(views);
+  }
+  ops::StepRows rows;
+  const ops::PagedRows* main = nullptr;
+};
+
+void bench_attend(Bench& bench) {
+  for (const bool with_main : {true, false}) {
+    const std::string name = with_main ? "attend" : "attend.window_only";
+    for (const int64_t batch : {1, 6, 16, 64, 128, 256}) {
+      if (!bench.wanted(name)) {
+        continue;
+      }
+      const size_t start = bench.mark();
+      const int64_t h = 64, k = 512, width = 512, context = 32768, half = 32;
+      const Decode decode(bench, batch, context, 288, Fill::kMainRow);
+      const Philox random(11);
+      uint64_t draw = 0;
+      const int sets = 4;
+      std::vector<ops::AttendArgs> args(sets);
+      for (ops::AttendArgs& a : args) {
+        std::vector<int32_t> selected;
+        std::vector<uint8_t*> rings;
+        for (int64_t s = 0; s < batch; ++s) {
+          for (int64_t i = 0; i < width; ++i) {
+            selected.push_back(static_cast<int32_t>(i * (context / width) +
+                                                    random.words(draw++)[0] % (context / width)));
+          }
+        }
+        uint8_t* ring = bench.filled(batch * 128 * 528, Fill::kWindowRow);
+        for (int64_t s = 0; s < batch; ++s) {
+          rings.push_back(ring + s * 128 * 528);
+        }
+        a.rows = decode.rows;
+        a.q = bench.tensor(DType::kBF16, {batch, h * k});
+        a.rope = bench.tensor(DType::kF32, {batch, half, 2});
+        a.window.window = 128;
+        a.window.rings = bench.uploaded(rings);
+        a.window.fresh = {bench.filled(batch * 528, Fill::kWindowRow), DType::kU8, {batch, 528}, Device::kCuda};
+        a.window.floor = bench.ints(std::vector<int32_t>(static_cast<size_t>(batch)), {batch});
+        if (with_main) {
+          a.main = decode.main;
+          a.selected = bench.ints(selected, {batch, width});
+        }
+        a.sink = bench.tensor(DType::kF32, {h});
+        a.o = bench.tensor(DType::kBF16, {batch, h * k});
+      }
+      const double seconds = bench.time(
+          20, [&](int i) { return ops::attend(bench.ctx(), args[static_cast<size_t>(i % sets)]); });
+      const double keys = with_main ? 640 : 128;
+      const double bytes = static_cast<double>(batch) * ((with_main ? 512 * 288 : 0) + 128 * 528 + 4 * h * k);
+      bench.report(name,
+                   "batch=" + std::to_string(batch),
+                   seconds,
+                   bytes,
+                   4.0 * static_cast<double>(batch * h * k) * keys);
+      bench.release(start);
+    }
+  }
+}
+
+void bench_index_select(Bench& bench) {
+  struct Case {
+    const char* name;
+    int64_t batch, context;
+  };
+  const Case cases[] = {{"index_select", 1, 131072},
+                        {"index_select", 1, 524288},
+                        {"index_select", 64, 131072},
+                        {"index_select", 64, 8192},
+                        {"index_select.source", 1, 131072},
+                        {"index_select.source", 64, 131072},
+                        {"index_select.consumer", 1, 131072},
+                        {"index_select.consumer", 64, 131072}};
+  for (const Case& c : cases) {
+    if (!bench.wanted(c.name)) {
+      continue;
+    }
+    const size_t start = bench.mark();
+    const int64_t hi = 32, di = 128, k = 512, blocks = 2048;
+    const bool source = std::strstr(c.name, "source") != nullptr;
+    const bool consumer = std::strstr(c.name, "consumer") != nullptr;
+    const Decode decode(bench, c.batch, c.context, 68, Fill::kIndexRow);
+    ops::IndexSelectArgs args;
+    args.rows = decode.rows;
+    args.ratio = 1;
+    args.q = bench.tensor(DType::kBF16, {c.batch, hi * di});
+    args.w = bench.tensor(DType::kBF16, {c.batch, hi});
+    args.rope = bench.tensor(DType::kF32, {c.batch, 32, 2});
+    args.index = decode.main;
+    args.entries_bound = c.context;
+    args.selected = bench.ints(std::vector<int32_t>(static_cast<size_t>(c.batch * k)), {c.batch, k});
+    std::vector<int32_t> ids;
+    for (int64_t s = 0; s < c.batch; ++s) {
+      for (int64_t i = 0; i < blocks; ++i) {
+        ids.push_back(static_cast<int32_t>(i * (c.context / 8 / blocks)));
+      }
+    }
+    if (source || consumer) {
+      args.candidate_block = 8;
+      (source ? args.candidates_out : args.candidates) = bench.ints(ids, {c.batch, blocks});
+    }
+    const double seconds =
+        bench.time(c.batch == 1 ? 20 : 4, [&](int) { return ops::index_select(bench.ctx(), args); });
+    const double entries = static_cast<double>(c.batch) * static_cast<double>(consumer ? blocks * 8 : c.context);
+    bench.report(c.name,
+                 std::to_string(c.batch) + "x" + std::to_string(c.context),
+                 seconds,
+                 entries * 68,
+                 entries * 8192);
+    bench.release(start);
+  }
+}
+
+// Streams and small ops ----------------------------------------------------------------------------
+
+void bench_streams(Bench& bench) {
+  const int64_t m = 4, d = 5120;
+  for (const int64_t t : {1, 8, 64, 8192}) {
+    const size_t start = bench.mark();
+    if (bench.wanted("hc_site")) {
+      const int sets = t >= 8192 ? 2 : 4;
+      std::vector<ops::HcSiteArgs> args(static_cast<size_t>(sets));
+      for (ops::HcSiteArgs& a : args) {
+        a.x = bench.tensor(DType::kBF16, {t, m, d});
+        a.pending = {bench.tensor(DType::kBF16, {t, d}),
+                     bench.tensor(DType::kF32, {t, m}),
+                     bench.tensor(DType::kF32, {t, m, m})};
+        a.pre = bench.tensor(DType::kF32, {t, m});
+        a.fn = bench.tensor(DType::kF32, {24, m * d});
+        a.base = bench.tensor(DType::kF32, {24});
+        a.scale = bench.tensor(DType::kF32, {3});
+        a.norm = bench.tensor(DType::kBF16, {d});
+        a.rms_eps = 1e-20f;
+        a.hc_eps = 1e-6f;
+        a.sinkhorn_iters = 20;
+        a.x_out = bench.tensor(DType::kBF16, {t, m, d});
+        a.pre_out = bench.tensor(DType::kF32, {t, m});
+        a.post_out = bench.tensor(DType::kF32, {t, m});
+        a.comb_out = bench.tensor(DType::kF32, {t, m, m});
+        a.u = bench.tensor(DType::kBF16, {t, d});
+      }
+      const double seconds = bench.time(t >= 8192 ? 4 : 20, [&](int i) {
+        return ops::hc_site(bench.ctx(), args[static_cast<size_t>(i % sets)]);
+      });
+      bench.report("hc_site", tokens(t), seconds, 20.0 * static_cast<double>(t * d) + 24.0 * 4 * m * d,
+                   48.0 * static_cast<double>(t * m * d));
+    }
+    if (bench.wanted("gate")) {
+      ops::GateArgs a;
+      a.rows.is_image = {bench.uploaded(std::vector<uint8_t>(static_cast<size_t>(t))), DType::kU8, {t}, Device::kCuda};
+      a.x = bench.tensor(DType::kBF16, {t, d});
+      a.weight = bench.weight(WeightFormat::kBF16, 384, d);
+      a.bias = bench.tensor(DType::kF32, {384});
+      a.bias_vl = bench.tensor(DType::kF32, {384});
+      a.scale = 1.5f;
+      a.experts = bench.ints(std::vector<int32_t>(static_cast<size_t>(t * 6)), {t, 6});
+      a.weights = bench.tensor(DType::kF32, {t, 6});
+      const double seconds = bench.time(20, [&](int) { return ops::gate(bench.ctx(), a); });
+      bench.report("gate", tokens(t), seconds, 2.0 * 384 * d + 2.0 * static_cast<double>(t * d),
+                   768.0 * static_cast<double>(t * d));
+    }
+    if (bench.wanted("qkv_finish")) {
+      ops::QkvFinishArgs a;
+      a.t = bench.tensor(DType::kBF16, {t, 1280});
+      a.q_norm = bench.tensor(DType::kBF16, {1280});
+      a.kv = bench.tensor(DType::kBF16, {t, 512});
+      a.kv_norm = bench.tensor(DType::kBF16, {512});
+      a.rope = bench.tensor(DType::kF32, {t, 32, 2});
+      a.rms_eps = 1e-20f;
+      a.r = bench.tensor(DType::kBF16, {t, 1280});
+      a.fresh = {bench.filled(t * 528, Fill::kWindowRow), DType::kU8, {t, 528}, Device::kCuda};
+      const double seconds = bench.time(20, [&](int) { return ops::qkv_finish(bench.ctx(), a); });
+      bench.report("qkv_finish", tokens(t), seconds, static_cast<double>(t) * (4 * 1280 + 2 * 512 + 528), 0);
+    }
+    if (bench.wanted("engram_inject")) {
+      ops::EngramInjectArgs a;
+      a.rows.is_image = {bench.uploaded(std::vector<uint8_t>(static_cast<size_t>(t))), DType::kU8, {t}, Device::kCuda};
+      a.x = bench.tensor(DType::kBF16, {t, m, d});
+      a.kv = bench.tensor(DType::kBF16, {t, (m + 1) * d});
+      a.q_weight = bench.tensor(DType::kBF16, {m, d});
+      a.k_weight = bench.tensor(DType::kBF16, {m, d});
+      a.rms_eps = 1e-20f;
+      a.out = bench.tensor(DType::kBF16, {t, m, d});
+      const double seconds = bench.time(20, [&](int) { return ops::engram_inject(bench.ctx(), a); });
+      bench.report("engram_inject", tokens(t), seconds, 26.0 * static_cast<double>(t * d), 0);
+    }
+    bench.release(start);
+  }
+}
+
+}  // namespace
+
+void run(int argc, char** argv) {
+  Bench bench(argc, argv);
+  bench_linears(bench);
+  bench_experts(bench);
+  bench_attend(bench);
+  bench_index_select(bench);
+  bench_streams(bench);
+  bench_head(bench);
+}
+
+}  // namespace cachalot
+
+int main(int argc, char** argv) {
+  cachalot::run(argc, argv);
+  return 0;
+}

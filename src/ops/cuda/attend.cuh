@@ -1,0 +1,77 @@
+// What the attention kernels share: the keys of a query.
+#pragma once
+
+#include "ops/cuda/launch.cuh"
+#include "ops/kv.h"
+#include "ops/ops.h"
+
+namespace cachalot::ops::cuda {
+
+constexpr int kKeyBlock = 64;  // keys whose probabilities are rounded against one running maximum
+
+// AttendArgs for device code.
+struct AttendProblem {
+  const int32_t* position;
+  const int32_t* sequence;
+  const int32_t* row_begin;
+  const int32_t* start;
+  const int32_t* floor;
+  const uint8_t* fresh;
+  uint8_t* const* rings;
+  const PagedRows* main;    // null: window only
+  const int32_t* selected;  // [T, width]
+  const float* rope;        // [T, half, 2]
+  const float* sink;        // [H]
+  const void* q;            // [T, H, K] act
+  void* o;                  // [T, H, K] act
+  int64_t window;
+  int64_t window_row_bytes;
+  int64_t width;
+  int64_t half;
+  int64_t tokens;
+  int heads;
+  int head_dim;
+};
+
+AttendProblem attend_problem(const AttendArgs& args);
+
+// The keys of one query: first the visible window positions, then the selected entries.
+struct QueryKeys {
+  int64_t first_position;  // of the window part
+  int window_keys;
+  int keys;
+};
+
+// All threads of the block call it.
+__device__ __forceinline__ QueryKeys query_keys(const AttendProblem& a, int64_t token) {
+  const int64_t p = a.position[token];
+  QueryKeys keys;
+  keys.first_position =
+      max(max(static_cast<int64_t>(a.floor[a.sequence[token]]), p - a.window + 1), int64_t{0});
+  keys.window_keys = static_cast<int>(max(p - keys.first_position + 1, int64_t{0}));
+  // Ids are ascending with -1 behind them.
+  int selected = 0;
+  if (a.main != nullptr) {
+    for (int64_t base = 0; base < a.width; base += blockDim.x) {
+      const int64_t i = base + threadIdx.x;
+      selected += __syncthreads_count(i < a.width && a.selected[token * a.width + i] >= 0);
+    }
+  }
+  keys.keys = keys.window_keys + selected;
+  return keys;
+}
+
+// Where key i of a query lies; `is_window` tells its format.
+__device__ __forceinline__ const uint8_t* key_row(
+    const AttendProblem& a, int64_t token, const QueryKeys& keys, int i, bool& is_window) {
+  const int32_t s = a.sequence[token];
+  is_window = i < keys.window_keys;
+  if (!is_window) {
+    return a.main[s].row(a.selected[token * a.width + i - keys.window_keys]);
+  }
+  const int64_t position = keys.first_position + i, start = a.start[s];
+  return position >= start ? a.fresh + (a.row_begin[s] + position - start) * a.window_row_bytes
+                           : a.rings[s] + position % a.window * a.window_row_bytes;
+}
+
+}  // namespace cachalot::ops::cuda

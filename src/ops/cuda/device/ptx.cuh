@@ -1,0 +1,115 @@
+// One-instruction wrappers for what CUDA C++ does not spell (sm_90).
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+namespace cachalot::ops::cuda {
+
+// The block's dynamic shared memory, 128-byte aligned.
+__device__ __forceinline__ uint8_t* dynamic_shared() {
+  extern __shared__ __align__(128) uint8_t dynamic_shared_memory[];
+  return dynamic_shared_memory;
+}
+
+__device__ __forceinline__ uint32_t shared_address(const void* pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+// Programmatic dependent launch. Every kernel waits before it touches anything that an earlier kernel
+// wrote, and lets the next kernel start its prologue as soon as all blocks run. Only data that no
+// kernel writes (weights) may be read before the wait.
+__device__ __forceinline__ void wait_for_previous_kernels() {
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+}
+__device__ __forceinline__ void allow_next_kernel() {
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+
+// d[16 x 8] += a[16 x 16] b[16 x 8], BF16 operands, FP32 accumulators. With g = lane / 4 and
+// t = lane % 4: a0, a1 hold rows g and g + 8 of columns 2t, 2t + 1; a2, a3 those of columns 2t + 8,
+// 2t + 9; b0, b1 hold column g of rows 2t, 2t + 1 and 2t + 8, 2t + 9; d0, d1 are row g, columns 2t,
+// 2t + 1; d2, d3 row g + 8.
+__device__ __forceinline__ void mma_bf16(float (&d)[4],
+                                         uint32_t a0,
+                                         uint32_t a1,
+                                         uint32_t a2,
+                                         uint32_t a3,
+                                         uint32_t b0,
+                                         uint32_t b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+      "{%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+// Four 8 x 8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8.
+__device__ __forceinline__ void load_matrices(uint32_t (&r)[4], const void* row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(shared_address(row))
+               : "memory");
+}
+__device__ __forceinline__ void load_matrices_transposed(uint32_t (&r)[4], const void* row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(shared_address(row))
+               : "memory");
+}
+
+// Asynchronous 16-byte copy from global to shared memory; zeros if `valid` is false.
+__device__ __forceinline__ void copy_async(void* to, const void* from, bool valid) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)),
+               "l"(from),
+               "r"(valid ? 16 : 0)
+               : "memory");
+}
+// The same for data that is read once: L2 fetches whole 256-byte runs of it.
+__device__ __forceinline__ void copy_async_stream(void* to, const void* from) {
+  asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16;" ::"r"(shared_address(to)),
+               "l"(from)
+               : "memory");
+}
+// Four bytes, through L1.
+__device__ __forceinline__ void copy_async_word(void* to, const void* from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(to)), "l"(from)
+               : "memory");
+}
+__device__ __forceinline__ void copy_async_commit() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
+// Waits until at most `kPending` of the newest groups of this thread are under way.
+template <int kPending>
+__device__ __forceinline__ void copy_async_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+// Products of BF16 pairs; subnormals are kept.
+__device__ __forceinline__ uint32_t mul_bf16x2(uint32_t a, uint32_t b) {
+  uint32_t d;
+  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+
+// BF16 bits of a float, to nearest even.
+__device__ __forceinline__ uint16_t bf16_bits(float value) {
+  uint16_t bits;
+  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+  return bits;
+}
+__device__ __forceinline__ uint32_t bf16_pair(float low, float high) {
+  uint32_t bits;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(high), "f"(low));
+  return bits;
+}
+
+// E4M3 codes of two floats, saturating, to nearest even; `low` goes to the low byte.
+__device__ __forceinline__ uint16_t e4m3_pair(float low, float high) {
+  uint16_t codes;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(high), "f"(low));
+  return codes;
+}
+
+}  // namespace cachalot::ops::cuda

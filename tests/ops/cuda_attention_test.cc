@@ -1,0 +1,599 @@
+// Window rows, compressor, index selection and attention of the CUDA backend against the reference,
+// and the known faults of such kernels.
+#include <algorithm>
+#include <cmath>
+
+#include "tests/support/compare.h"
+#include "tests/support/device.h"
+
+namespace cachalot::ops {
+namespace {
+
+using test::Buffer;
+using test::close;
+using test::on_both;
+using test::Pages;
+using test::Random;
+using test::same_bits;
+using test::SequenceSpec;
+using test::Side;
+using test::TestStep;
+using test::TestWindow;
+
+constexpr DType kActs[] = {DType::kF32, DType::kBF16};
+
+int32_t* ints(const Buffer& buffer) { return buffer.view().as<int32_t>(); }
+
+std::vector<uint8_t> row_bytes(const Buffer& all, int64_t row) {
+  const auto size = static_cast<int64_t>(all.bytes.size()) / all.shape[0];
+  return {all.bytes.begin() + row * size, all.bytes.begin() + (row + 1) * size};
+}
+
+double code_share(DType act) { return act == DType::kF32 ? test::kCodesF32 : test::kCodesBf16; }
+
+class CudaAttention : public test::CudaTest {};
+
+// Rows ----------------------------------------------------------------------------------------------
+
+struct QkvOutput {
+  Buffer r, fresh;
+};
+
+QkvOutput run_qkv(Side& side,
+                  const Buffer& t,
+                  const Buffer& q_norm,
+                  const Buffer& kv,
+                  const Buffer& kv_norm,
+                  const Buffer& rope) {
+  QkvOutput out{Buffer(t.dtype, t.shape),
+                Buffer(DType::kU8, {t.shape[0], quant::window_row_bytes(kv.shape[1])})};
+  side.finish(qkv_finish(side.ctx(),
+                         {.t = side.in(t),
+                          .q_norm = side.in(q_norm),
+                          .kv = side.in(kv),
+                          .kv_norm = side.in(kv_norm),
+                          .rope = side.in(rope),
+                          .rms_eps = 1e-20f,
+                          .r = side.out(out.r),
+                          .fresh = side.out(out.fresh)}));
+  return out;
+}
+
+TEST_F(CudaAttention, QkvFinish) {
+  Random random(1);
+  struct Case {
+    int64_t t, q, k, half;
+  };
+  for (const Case& c :
+       {Case{1, 64, 32, 4}, {5, 97, 64, 8}, {9, 128, 40, 16}, {3, 1280, 512, 32}}) {
+    for (DType act : kActs) {
+      const Buffer t = random.activations(act, {c.t, c.q});
+      const Buffer kv = random.activations(act, {c.t, c.k});
+      const Buffer q_norm = random.normals(DType::kBF16, {c.q}, 0.1, 1.0);
+      const Buffer kv_norm = random.normals(DType::kF32, {c.k}, 0.1, 0.4);
+      const Buffer rope = test::rope_rows(TestStep({{.start = 1000, .rows = c.t}}), c.half);
+      const auto both =
+          on_both([&](Side& side) { return run_qkv(side, t, q_norm, kv, kv_norm, rope); });
+      EXPECT_TRUE(close(both.got.r, both.want.r, test::row_tolerance(act)));
+      EXPECT_LE(test::differing_share(both.got.fresh.bytes, both.want.fresh.bytes),
+                code_share(act));
+    }
+  }
+}
+
+// Rows of +-1 have an RMS of exactly 1 and no rotation is applied, so that the norm weight reaches the
+// quantizer unchanged: the codes must then be those of the reference, bit for bit.
+TEST_F(CudaAttention, QuantizersAreExact) {
+  Random random(2);
+  const int64_t k = 512;
+  for (int trial = 0; trial < 8; ++trial) {
+    Buffer ones(DType::kF32, {1, k}), values(DType::kF32, {k});
+    for (int64_t i = 0; i < k; ++i) {
+      ones.set(i, random.integer(0, 2) == 0 ? 1.0f : -1.0f);
+      // Many binades, exact ties of every format, zeros and tiny values.
+      const double scale = std::exp2(random.uniform(-30, 8));
+      const double value = i % 3 == 0 ? random.normal(scale)
+                                      : std::exp2(random.integer(-20, 6)) *
+                                            static_cast<double>(random.integer(-32, 33)) / 16.0;
+      values.set(i, static_cast<float>(i % 17 == 0 ? 0.0 : value));
+    }
+    Buffer rope(DType::kF32, {1, 16, 2});
+    for (int64_t i = 0; i < 16; ++i) {
+      rope.set(2 * i, 1.0f);
+      rope.set(2 * i + 1, 0.0f);
+    }
+    const auto window =
+        on_both([&](Side& side) { return run_qkv(side, ones, values, ones, values, rope); });
+    EXPECT_TRUE(same_bits(window.got.fresh, window.want.fresh));
+
+    const auto cache = on_both([&](Side& side) {
+      Random pages(3);
+      Pages main(pages, 1, 4, 2, quant::main_row_bytes(k));
+      Pages index(pages, 1, 4, 2, quant::index_row_bytes(k));
+      Buffer zero(DType::kI32, {1}), entry(DType::kI32, {1}), latent(DType::kF32, {1, k});
+      ints(zero)[0] = 0;
+      ints(entry)[0] = 3;
+      for (int64_t i = 0; i < k; ++i) {
+        latent.set(i, ones.at(i) * values.at(i));
+      }
+      CompressStoreArgs args;
+      args.groups = {1, 1, side.in(zero), side.in(zero), side.in(entry)};
+      args.latent = side.in(latent);
+      args.key = side.in(ones);
+      args.k_norm = side.in(values);
+      args.rope = side.in(rope);
+      args.rms_eps = 1e-20f;
+      args.main = side.pages(main, 1);
+      args.index = side.pages(index, 1);
+      side.finish(compress_store(side.ctx(), args));
+      std::vector<uint8_t> bytes = main.memory();
+      bytes.insert(bytes.end(), index.memory().begin(), index.memory().end());
+      return bytes;
+    });
+    EXPECT_EQ(cache.got, cache.want);
+  }
+}
+
+TEST_F(CudaAttention, WindowCommit) {
+  for (int64_t window : {4, 8, 128}) {
+    const TestStep step(
+        {{.start = 0, .rows = 3}, {.start = 7, .rows = 20}, {.start = 130, .rows = 1}});
+    Buffer accepted(DType::kI32, {3});
+    const int32_t counts[] = {2, 19, 0};
+    std::copy_n(counts, 3, ints(accepted));
+    for (int64_t k : {64, 512}) {
+      const auto both = on_both([&](Side& side) {
+        Random same(3);
+        TestWindow rings(same, step, window, k);
+        side.finish(window_commit(side.ctx(),
+                                  {.rows = side.rows(step),
+                                   .window = side.window(rings),
+                                   .accepted = side.in(accepted)}));
+        return rings.rings();
+      });
+      EXPECT_EQ(both.got, both.want);
+    }
+  }
+}
+
+// Compressor ----------------------------------------------------------------------------------------
+
+TEST_F(CudaAttention, Compressor) {
+  for (int64_t ratio : {1, 2}) {
+    for (DType act : kActs) {
+      for (int64_t c : {64, 512}) {
+        const int64_t di = c / 4, half = 8;
+        const TestStep step({{.start = 0, .rows = 9},
+                             {.start = 5, .rows = 1},
+                             {.start = 6, .rows = 2},
+                             {.start = 3, .rows = 30}});
+        Random random(4);
+        std::vector<int32_t> row, sequence, entry;
+        std::vector<int64_t> positions;
+        for (int64_t t = 0; t < step.count(); ++t) {
+          const int64_t p = step.position(t);
+          if ((p + 1) % ratio == 0) {
+            row.push_back(static_cast<int32_t>(t));
+            sequence.push_back(static_cast<int32_t>(step.sequence(t)));
+            entry.push_back(static_cast<int32_t>(p / ratio));
+            positions.push_back(p / ratio * ratio);
+          }
+        }
+        const auto g = static_cast<int64_t>(row.size()), t = step.count();
+        const auto list = [&](const std::vector<int32_t>& values) {
+          Buffer buffer(DType::kI32, {g});
+          std::copy(values.begin(), values.end(), ints(buffer));
+          return buffer;
+        };
+        const Buffer rows = list(row), sequences = list(sequence), entries = list(entry);
+        const Buffer kv = random.activations(ratio == 2 ? DType::kF32 : act, {t, c});
+        const Buffer gates = random.normals(DType::kF32, {t, c}, 2.0);
+        const Buffer open = random.normals(DType::kF32, {4, 2, c});
+        const Buffer norm = random.normals(DType::kBF16, {c}, 0.1, 0.6);
+        const Buffer key = random.activations(act, {g, di});
+        const Buffer k_norm = random.normals(DType::kBF16, {di}, 0.1, 0.5);
+        const Buffer rope = test::rope_rows(positions, half);
+        const auto groups = [&](Side& side) {
+          return GroupRows{ratio, g, side.in(rows), side.in(sequences), side.in(entries)};
+        };
+        const auto pooled = on_both([&](Side& side) {
+          Buffer latent(act, {g, c});
+          CompressPoolArgs args;
+          args.groups = groups(side);
+          args.rows = side.rows(step);
+          args.kv = side.in(kv);
+          std::vector<const float*> pointers;
+          if (ratio == 2) {
+            args.gate = side.in(gates);
+            const auto* base = static_cast<const float*>(side.in(open).data);
+            for (int64_t s = 0; s < 4; ++s) {
+              pointers.push_back(base + s * 2 * c);
+            }
+            args.open = side.in(pointers.data(), pointers.size());
+          }
+          args.norm = side.in(norm);
+          args.rms_eps = 1e-20f;
+          args.latent = side.out(latent);
+          side.finish(compress_pool(side.ctx(), args));
+          return latent;
+        });
+        EXPECT_TRUE(close(pooled.got, pooled.want, test::row_tolerance(act)));
+
+        const auto cache = on_both([&](Side& side) {
+          Random same(5);
+          Pages main(same, 4, 40, 7, quant::main_row_bytes(c));
+          Pages index(same, 4, 40, 5, quant::index_row_bytes(di));
+          CompressStoreArgs args;
+          args.groups = groups(side);
+          args.latent = side.in(pooled.want);
+          args.key = side.in(key);
+          args.k_norm = side.in(k_norm);
+          args.rope = side.in(rope);
+          args.rms_eps = 1e-20f;
+          args.main = side.pages(main, 4);
+          args.index = side.pages(index, 4);
+          side.finish(compress_store(side.ctx(), args));
+          std::vector<uint8_t> bytes = main.memory();
+          bytes.insert(bytes.end(), index.memory().begin(), index.memory().end());
+          return bytes;
+        });
+        EXPECT_LE(test::differing_share(cache.got, cache.want), code_share(act));
+      }
+    }
+  }
+}
+
+// Index selection -----------------------------------------------------------------------------------
+
+struct IndexInput {
+  IndexInput(Random& random,
+             std::vector<SequenceSpec> specs,
+             DType act,
+             int64_t hi,
+             int64_t di,
+             int64_t entries,
+             int64_t entry_ratio)
+      : step(std::move(specs)),
+        ratio(entry_ratio),
+        dim(di),
+        q(random.activations(act, {step.count(), hi * di})),
+        w(random.normals(act, {step.count(), hi})),
+        rope(test::rope_rows(step, di / 4)),
+        pages(random,
+              static_cast<int64_t>(step.specs().size()),
+              entries,
+              5,
+              quant::index_row_bytes(di)) {
+    // Only the entries that the last row of a sequence sees exist.
+    for (size_t s = 0; s < step.specs().size(); ++s) {
+      const int64_t end = step.specs()[s].start + step.specs()[s].rows;
+      for (int64_t e = 0; e < end / ratio; ++e) {
+        write_key(random, s, e, 0.5);
+      }
+    }
+  }
+
+  void write_key(Random& random, size_t s, int64_t e, double scale) {
+    const Buffer key = random.normals(DType::kF32, {dim}, scale);
+    quant::index_row_encode(key.floats().data(), dim, pages.views()[s].row(e));
+  }
+
+  TestStep step;
+  int64_t ratio, dim;
+  Buffer q, w, rope;
+  Pages pages;
+};
+
+struct IndexOutput {
+  Buffer selected, candidates;
+};
+
+// Publishes `blocks` blocks, or restricts to `candidates`.
+IndexOutput run_index(Side& side,
+                      IndexInput& in,
+                      int64_t k,
+                      int64_t blocks = 0,
+                      int64_t block = 0,
+                      const Buffer* candidates = nullptr,
+                      int64_t bound = 0) {
+  const int64_t t = in.step.count();
+  IndexOutput out{Buffer(DType::kI32, {t, k}), {}};
+  std::fill_n(ints(out.selected), t * k, 12345);
+  IndexSelectArgs args;
+  args.rows = side.rows(in.step);
+  args.ratio = in.ratio;
+  args.q = side.in(in.q);
+  args.w = side.in(in.w);
+  args.rope = side.in(in.rope);
+  args.index = side.pages(in.pages, in.step.specs().size());
+  args.candidate_block = block;
+  args.entries_bound = bound;
+  if (candidates != nullptr) {
+    args.candidates = side.in(*candidates);
+  } else if (blocks > 0) {
+    out.candidates = Buffer(DType::kI32, {t, blocks});
+    std::fill_n(ints(out.candidates), t * blocks, 12345);
+    args.candidates_out = side.out(out.candidates);
+  }
+  args.selected = side.out(out.selected);
+  side.finish(index_select(side.ctx(), args));
+  return out;
+}
+
+// How many picks differ, as sets; also checks the form of `a`.
+int64_t differing_picks(const Buffer& a, const Buffer& b) {
+  const int64_t t = a.shape[0], k = a.shape[1];
+  int64_t count = 0;
+  for (int64_t row = 0; row < t; ++row) {
+    const int32_t* x = ints(a) + row * k;
+    const int32_t* y = ints(b) + row * k;
+    std::vector<int32_t> difference;
+    std::set_symmetric_difference(
+        x, std::find(x, x + k, -1), y, std::find(y, y + k, -1), std::back_inserter(difference));
+    count += static_cast<int64_t>(difference.size());
+    EXPECT_TRUE(std::is_sorted(x, std::find(x, x + k, -1)));
+    EXPECT_EQ(std::count(std::find(x, x + k, -1), x + k, -1), x + k - std::find(x, x + k, -1));
+  }
+  return count;
+}
+
+struct IndexCase {
+  std::vector<SequenceSpec> specs;
+  int64_t hi, di, ratio, k;
+};
+
+std::vector<IndexCase> index_cases() {
+  return {
+      {{{.start = 0, .rows = 1}}, 2, 32, 2, 4},
+      {{{.start = 0, .rows = 40}}, 2, 32, 1, 4},
+      {{{.start = 90, .rows = 9}, {.start = 0, .rows = 3}, {.start = 200, .rows = 1}}, 4, 64, 2, 8},
+      {{{.start = 300, .rows = 20}}, 32, 128, 1, 16},
+      {{{.start = 2500, .rows = 2}, {.start = 7, .rows = 1}}, 32, 128, 1, 512},
+      {{{.start = 500, .rows = 1}, {.start = 77, .rows = 1}}, 9, 32, 1, 5},
+      {{{.start = 3000, .rows = 1}}, 16, 128, 2, 64},
+  };
+}
+
+// A BF16 query value on the other side of a rounding boundary can move an FP4 code.
+int64_t allowed_picks(DType act, int64_t rows, int64_t k) {
+  return act == DType::kF32 ? rows * k / 200 : rows * k / 20;
+}
+
+TEST_F(CudaAttention, IndexSelect) {
+  Random random(10);
+  for (const IndexCase& c : index_cases()) {
+    for (DType act : kActs) {
+      IndexInput in(random, c.specs, act, c.hi, c.di, 3100, c.ratio);
+      const auto both = on_both([&](Side& side) { return run_index(side, in, c.k); });
+      EXPECT_LE(differing_picks(both.got.selected, both.want.selected),
+                allowed_picks(act, in.step.count(), c.k));
+      // A bound lets several blocks share a row; the selection is the same.
+      Side side(Side::Kind::kCuda);
+      EXPECT_TRUE(same_bits(run_index(side, in, c.k, 0, 0, nullptr, 3100).selected,
+                            both.got.selected));
+    }
+  }
+}
+
+TEST_F(CudaAttention, IndexSelectPublishesAndConsumesCandidates) {
+  Random random(11);
+  struct Case {
+    std::vector<SequenceSpec> specs;
+    int64_t hi, di, k, blocks, block;
+  };
+  const Case cases[] = {
+      {{{.start = 30, .rows = 50}}, 2, 32, 6, 5, 4},
+      {{{.start = 1300, .rows = 3}, {.start = 0, .rows = 2}}, 32, 128, 64, 40, 8},
+      {{{.start = 3000, .rows = 1}}, 32, 128, 512, 128, 8},
+  };
+  for (const Case& c : cases) {
+    IndexInput in(random, c.specs, DType::kF32, c.hi, c.di, 3100, 1);
+    for (int64_t bound : {0, 3100}) {
+      const auto source = on_both([&](Side& side) {
+        return run_index(side, in, c.k, c.blocks, c.block, nullptr, side.cuda() ? bound : 0);
+      });
+      EXPECT_LE(differing_picks(source.got.selected, source.want.selected),
+                allowed_picks(DType::kF32, in.step.count(), c.k));
+      EXPECT_LE(differing_picks(source.got.candidates, source.want.candidates), 2);
+      // The newest entry's block is always published.
+      for (int64_t row = 0; row < in.step.count(); ++row) {
+        const auto newest = static_cast<int32_t>(in.step.position(row) / c.block);
+        const int32_t* ids = ints(source.got.candidates) + row * c.blocks;
+        EXPECT_NE(std::find(ids, ids + c.blocks, newest), ids + c.blocks);
+      }
+      const auto consumer = on_both([&](Side& side) {
+        return run_index(side,
+                         in,
+                         c.k,
+                         0,
+                         c.block,
+                         &source.want.candidates,
+                         side.cuda() ? bound : 0);
+      });
+      EXPECT_LE(differing_picks(consumer.got.selected, consumer.want.selected),
+                allowed_picks(DType::kF32, in.step.count(), c.k));
+    }
+  }
+}
+
+// equal scores are decided by the entry, and narrow distributions overflow nothing.
+TEST_F(CudaAttention, IndexSelectTies) {
+  Random random(12);
+  for (const auto& [hi, di] : {std::pair<int64_t, int64_t>{2, 32}, {32, 128}}) {
+    IndexInput in(random, {{.start = 2999, .rows = 1}}, DType::kF32, hi, di, 3100, 1);
+    Random same(13);
+    const Buffer key = same.normals(DType::kF32, {di}, 0.5);
+    for (int64_t e = 0; e < 3000; ++e) {
+      quant::index_row_encode(key.floats().data(), di, in.pages.views()[0].row(e));
+    }
+    for (int64_t bound : {0, 3100}) {
+      Side side(Side::Kind::kCuda);
+      const IndexOutput out = run_index(side, in, 300, 100, 8, nullptr, bound);
+      for (int64_t i = 0; i < 300; ++i) {
+        ASSERT_EQ(ints(out.selected)[i], i);
+      }
+      for (int64_t i = 0; i < 99; ++i) {
+        ASSERT_EQ(ints(out.candidates)[i], i);
+      }
+      EXPECT_EQ(ints(out.candidates)[99], 2999 / 8);
+    }
+  }
+}
+
+// Attention -----------------------------------------------------------------------------------------
+
+struct AttendInput {
+  AttendInput(Random& random,
+              std::vector<SequenceSpec> specs,
+              DType act,
+              int64_t h,
+              int64_t k,
+              int64_t rotary_half,
+              int64_t width,
+              int64_t window_rows,
+              int64_t entries)
+      : step(std::move(specs)),
+        q(random.activations(act, {step.count(), h * k}, 0.5)),
+        rope(test::rope_rows(step, rotary_half)),
+        sink(random.normals(DType::kF32, {h})),
+        window(random, step, window_rows, k),
+        pages(random,
+              static_cast<int64_t>(step.specs().size()),
+              entries,
+              3,
+              quant::main_row_bytes(k)),
+        selected(DType::kI32, {step.count(), width}) {
+    for (int64_t row = 0; row < step.count(); ++row) {
+      // A random half of what the row sees, ascending, -1 behind.
+      std::vector<int32_t> ids;
+      for (int64_t e = 0; e <= step.position(row) && e < entries; ++e) {
+        if (random.integer(0, 2) == 0 && static_cast<int64_t>(ids.size()) < width) {
+          ids.push_back(static_cast<int32_t>(e));
+        }
+      }
+      std::copy(ids.begin(), ids.end(), ints(selected) + row * width);
+    }
+    for (size_t s = 0; s < step.specs().size(); ++s) {
+      for (int64_t e = 0; e < std::min(entries, step.specs()[s].start + step.specs()[s].rows); ++e) {
+        const Buffer row = random.normals(DType::kBF16, {k}, 0.7);
+        quant::main_row_encode(row.floats().data(), k, pages.views()[s].row(e));
+      }
+    }
+  }
+
+  TestStep step;
+  Buffer q, rope, sink;
+  TestWindow window;
+  Pages pages;
+  Buffer selected;
+};
+
+Buffer run_attend(Side& side, AttendInput& in, bool with_main) {
+  Buffer o(in.q.dtype, in.q.shape);
+  AttendArgs args;
+  args.rows = side.rows(in.step);
+  args.q = side.in(in.q);
+  args.rope = side.in(in.rope);
+  args.window = side.window(in.window);
+  if (with_main) {
+    args.main = side.pages(in.pages, in.step.specs().size());
+    args.selected = side.in(in.selected);
+  }
+  args.sink = side.in(in.sink);
+  args.o = side.out(o);
+  side.finish(attend(side.ctx(), args));
+  return o;
+}
+
+struct AttendCase {
+  std::vector<SequenceSpec> specs;
+  int64_t h, k, half, width, window, entries;
+};
+
+std::vector<AttendCase> attend_cases() {
+  return {
+      {{{.start = 0, .rows = 1}}, 3, 64, 8, 4, 8, 40},
+      {{{.start = 5, .rows = 20}, {.start = 30, .rows = 2}}, 2, 48, 8, 6, 8, 60},
+      {{{.start = 0, .rows = 3}, {.start = 200, .rows = 2}}, 16, 512, 32, 20, 128, 220},
+      {{{.start = 250, .rows = 1}, {.start = 70, .rows = 3, .floor = 60}}, 64, 512, 32, 70, 128, 260},
+      {{{.start = 1100, .rows = 1}}, 16, 512, 32, 512, 128, 1110},
+  };
+}
+
+TEST_F(CudaAttention, Attend) {
+  Random random(20);
+  for (const AttendCase& c : attend_cases()) {
+    for (DType act : kActs) {
+      AttendInput in(random, c.specs, act, c.h, c.k, c.half, c.width, c.window, c.entries);
+      for (bool with_main : {true, false}) {
+        const auto both = on_both([&](Side& side) { return run_attend(side, in, with_main); });
+        EXPECT_TRUE(close(both.got,
+                          both.want,
+                          act == DType::kF32 ? test::kAttendF32 : test::kAttendBf16))
+            << "h " << c.h << " k " << c.k << " main " << with_main;
+      }
+    }
+  }
+}
+
+// Blocks of 64 heads (many tokens) and of 16 (few) give the same bits.
+TEST_F(CudaAttention, AttendIsBatchInvariant) {
+  Random random(21);
+  AttendInput many(random, {{.start = 40, .rows = 40}}, DType::kBF16, 64, 512, 32, 40, 32, 90);
+  Side side(Side::Kind::kCuda);
+  const Buffer all = run_attend(side, many, true);
+  // The last three rows alone: the rows before them come from the ring.
+  AttendInput few = [&] {
+    Random same(22);
+    return AttendInput(same, {{.start = 77, .rows = 3}}, DType::kBF16, 64, 512, 32, 40, 32, 90);
+  }();
+  few.pages.memory() = many.pages.memory();
+  for (size_t i = 0; i < few.pages.memory().size(); ++i) {
+    // Page orders differ; copy row by row below instead.
+    few.pages.memory()[i] = 0xFF;
+  }
+  const int64_t main_bytes = quant::main_row_bytes(512), window_bytes = quant::window_row_bytes(512);
+  for (int64_t e = 0; e < 80; ++e) {
+    std::copy_n(many.pages.views()[0].row(e), main_bytes, few.pages.views()[0].row(e));
+  }
+  for (int64_t p = 40; p < 80; ++p) {
+    const uint8_t* from = many.window.fresh().bytes.data() + (p - 40) * window_bytes;
+    uint8_t* to = p >= 77 ? few.window.fresh().bytes.data() + (p - 77) * window_bytes
+                          : few.window.rings()[0].data() + p % 32 * window_bytes;
+    std::copy_n(from, window_bytes, to);
+  }
+  const auto tail = [](const Buffer& from, Buffer& to) {
+    std::copy(from.bytes.end() - static_cast<int64_t>(to.bytes.size()),
+              from.bytes.end(),
+              to.bytes.begin());
+  };
+  tail(many.q, few.q);
+  tail(many.rope, few.rope);
+  tail(many.selected, few.selected);
+  few.sink = many.sink;
+  Side other(Side::Kind::kCuda);
+  const Buffer last = run_attend(other, few, true);
+  for (int64_t row = 0; row < 3; ++row) {
+    EXPECT_EQ(row_bytes(last, row), row_bytes(all, 37 + row));
+  }
+}
+
+// no key at all gives zeros, with any sink; one key behind nothing else gives its value.
+TEST_F(CudaAttention, AttendWithoutKeys) {
+  Random random(23);
+  for (int64_t k : {64, 512}) {
+    AttendInput in(random, {{.start = 9, .rows = 1, .floor = 50}}, DType::kBF16, 16, k, 8, 4, 8, 20);
+    std::fill_n(ints(in.selected), 4, -1);
+    Side side(Side::Kind::kCuda);
+    const Buffer o = run_attend(side, in, true);
+    for (int64_t i = 0; i < 16 * k; ++i) {
+      ASSERT_EQ(o.at(i), 0.0f);
+    }
+    ints(in.selected)[0] = 3;
+    const auto both = on_both([&](Side& each) { return run_attend(each, in, true); });
+    EXPECT_TRUE(close(both.got, both.want, test::kAttendBf16));
+  }
+}
+
+}  // namespace
+}  // namespace cachalot::ops
