@@ -63,8 +63,11 @@ TEST(CpuLinear, MatchesRef) {
                          << c.groups << " format " << static_cast<int>(format) << " act "
                          << dtype_name(act) << " quantize " << quantize);
             const Buffer want = run_linear(test::ref(), x.view(), w.view(), y, c.groups, quantize);
-            const Buffer got = run_linear(test::cpu(), x.view(), w.view(), y, c.groups, quantize);
-            EXPECT_TRUE(close(got, want, test::dot_tolerance(y)));
+            test::on_every_instruction_set([&] {
+              EXPECT_TRUE(close(run_linear(test::cpu(), x.view(), w.view(), y, c.groups, quantize),
+                                want,
+                                test::dot_tolerance(y)));
+            });
           }
         }
       }
@@ -117,6 +120,25 @@ TEST(CpuLinear, A19_RowsDoNotDependOnTheirBatch) {
               << "format " << static_cast<int>(format) << " rows " << count << " from " << begin;
         }
       }
+    }
+  }
+}
+
+// AVX2 and AVX-512 machines compute the same bits: both sum in 8 lanes with fused multiply-adds.
+TEST(CpuLinear, SetsWithFusedMultiplyAddAgree) {
+  Random random(5);
+  for (WeightFormat format : kFormats) {
+    const WeightBuffer w = random_weight(random, format, 77, 1184, 0.03);
+    for (int64_t rows : {1, 5}) {
+      const Buffer x = random.activations(DType::kBF16, {rows, 1184});
+      const Buffer want = run_linear(test::cpu(), x.view(), w.view(), DType::kF32);
+      for (const std::string& set : cpu::instruction_sets()) {
+        if (set != "SSE4") {
+          ASSERT_TRUE(cpu::use_instruction_set(set));
+          EXPECT_TRUE(same_bits(run_linear(test::cpu(), x.view(), w.view(), DType::kF32), want));
+        }
+      }
+      cpu::use_instruction_set("");
     }
   }
 }
@@ -196,10 +218,13 @@ TEST(CpuGate, MatchesRef) {
     for (DType act : {DType::kF32, DType::kBF16}) {
       GateInput in = random_gate(random, act, c.t, c.e, c.d, c.k);
       in.temperature = 1.25f;
-      const GateOutput want = run_gate(test::ref(), in), got = run_gate(test::cpu(), in);
-      EXPECT_TRUE(same_bits(got.experts, want.experts));
-      EXPECT_TRUE(close(got.weights, want.weights, {1e-5, 1e-5}));
-      EXPECT_TRUE(same_bits(run_gate(test::cpu(), in, want.experts.view()).weights, got.weights));
+      const GateOutput want = run_gate(test::ref(), in);
+      test::on_every_instruction_set([&] {
+        const GateOutput got = run_gate(test::cpu(), in);
+        EXPECT_TRUE(same_bits(got.experts, want.experts));
+        EXPECT_TRUE(close(got.weights, want.weights, {1e-5, 1e-5}));
+        EXPECT_TRUE(same_bits(run_gate(test::cpu(), in, want.experts.view()).weights, got.weights));
+      });
     }
   }
 }
@@ -227,13 +252,15 @@ TEST(CpuGate, A10_ScoresAreAccurateEverywhere) {
   for (int64_t i = 0; i < kCount; ++i) {
     x[static_cast<size_t>(i)] = -104.0f + static_cast<float>(i) / 64.0f;
   }
-  std::vector<float> scores = x;
-  cpu::router_scores(scores.data(), kCount, 1.0f);
-  for (int64_t i = 0; i < kCount; ++i) {
-    const double value = x[static_cast<size_t>(i)];
-    const double want = std::sqrt(std::max(value, 0.0) + std::log1p(std::exp(-std::fabs(value))));
-    ASSERT_NEAR(scores[static_cast<size_t>(i)], want, 1e-6 * want) << "at " << value;
-  }
+  test::on_every_instruction_set([&] {
+    std::vector<float> scores = x;
+    cpu::router_scores(scores.data(), kCount, 1.0f);
+    for (int64_t i = 0; i < kCount; ++i) {
+      const double value = x[static_cast<size_t>(i)];
+      const double want = std::sqrt(std::max(value, 0.0) + std::log1p(std::exp(-std::fabs(value))));
+      ASSERT_NEAR(scores[static_cast<size_t>(i)], want, 1e-6 * want) << "at " << value;
+    }
+  });
 }
 
 TEST(CpuGate, A10_UnderflowingRowsStayFinite) {
@@ -357,9 +384,12 @@ TEST(CpuExperts, MatchesRef) {
                                         << " routed " << static_cast<int>(routed));
         const ExpertsInput in =
             random_experts_input(random, act, routed, shared, c.t, c.e, c.k, c.d, c.f);
-        EXPECT_TRUE(close(run_experts(test::cpu(), in),
-                          run_experts(test::ref(), in),
-                          act == DType::kBF16 ? test::kExpertsBf16 : test::kExpertsF32));
+        const Buffer want = run_experts(test::ref(), in);
+        test::on_every_instruction_set([&] {
+          EXPECT_TRUE(close(run_experts(test::cpu(), in),
+                            want,
+                            act == DType::kBF16 ? test::kExpertsBf16 : test::kExpertsF32));
+        });
       }
     }
   }

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <limits>
 
+#include "ops/cpu/machine.h"
 #include "ops/cpu/select.h"
 #include "ops/cpu/simd.h"
 #include "ops/cpu/tables.h"
@@ -61,11 +62,19 @@ void expect_same(const std::vector<float>& got, const std::vector<float>& want, 
   }
 }
 
-class CpuQuantizers : public testing::TestWithParam<int64_t> {};
-INSTANTIATE_TEST_SUITE_P(Widths, CpuQuantizers, testing::Values(16, 32, 48, 64, 128, 512));
+// Per width and instruction set.
+class CpuQuantizers : public testing::TestWithParam<std::tuple<int64_t, std::string>> {
+ protected:
+  void SetUp() override { ASSERT_TRUE(use_instruction_set(std::get<1>(GetParam()))); }
+  void TearDown() override { use_instruction_set(""); }
+};
+INSTANTIATE_TEST_SUITE_P(Widths,
+                         CpuQuantizers,
+                         testing::Combine(testing::Values(16, 32, 48, 64, 128, 512),
+                                          testing::ValuesIn(instruction_sets())));
 
 TEST_P(CpuQuantizers, Fp8RoundTripIsExact) {
-  const int64_t n = GetParam();
+  const int64_t n = std::get<0>(GetParam());
   std::vector<uint8_t> codes(static_cast<size_t>(n)), scales(static_cast<size_t>(n));
   for (const std::vector<float>& row : quantizer_rows(n)) {
     std::vector<float> want(row.size()), got = row;
@@ -77,7 +86,7 @@ TEST_P(CpuQuantizers, Fp8RoundTripIsExact) {
 }
 
 TEST_P(CpuQuantizers, Fp4IndexRoundTripIsExact) {
-  const int64_t n = GetParam();
+  const int64_t n = std::get<0>(GetParam());
   std::vector<uint8_t> bytes(static_cast<size_t>(quant::index_row_bytes(n)));
   for (const std::vector<float>& row : quantizer_rows(n)) {
     std::vector<float> want(row.size()), got = row;
@@ -89,7 +98,7 @@ TEST_P(CpuQuantizers, Fp4IndexRoundTripIsExact) {
 }
 
 TEST_P(CpuQuantizers, CacheRowsHaveTheSameBytes) {
-  const int64_t n = GetParam();
+  const int64_t n = std::get<0>(GetParam());
   struct Format {
     int64_t bytes;
     void (*want)(const float*, int64_t, uint8_t*);
@@ -110,7 +119,7 @@ TEST_P(CpuQuantizers, CacheRowsHaveTheSameBytes) {
 }
 
 TEST_P(CpuQuantizers, CacheRowsDecodeExactly) {
-  const int64_t n = GetParam();
+  const int64_t n = std::get<0>(GetParam());
   std::vector<uint8_t> bytes(static_cast<size_t>(quant::window_row_bytes(n)));
   for (const std::vector<float>& row : quantizer_rows(n)) {
     std::vector<float> want(row.size()), got(row.size());

@@ -1,8 +1,12 @@
 // Op contexts for tests.
 #pragma once
 
-#include <memory>
+#include <gtest/gtest.h>
 
+#include <memory>
+#include <string>
+
+#include "ops/cpu/machine.h"
 #include "ops/ops.h"
 
 namespace cachalot::test {
@@ -37,6 +41,18 @@ inline ops::OpContext& cpu(int threads = 2) {
                                 Context(ops::Backend::kCpu, 2),
                                 Context(ops::Backend::kCpu, 3)};
   return *contexts[threads];
+}
+
+// body() with every instruction set of the CPU kernels that this machine has, the best one last.
+template <class Body>
+void on_every_instruction_set(const Body& body) {
+  const std::vector<std::string> sets = ops::cpu::instruction_sets();
+  for (auto set = sets.rbegin(); set != sets.rend(); ++set) {
+    SCOPED_TRACE(*set);
+    ASSERT_TRUE(ops::cpu::use_instruction_set(*set));
+    body();
+  }
+  ops::cpu::use_instruction_set("");
 }
 
 }  // namespace cachalot::test

@@ -22,8 +22,7 @@ struct SequenceSpec {
 // Pages of rows for S sequences, handed out in random order.
 class Pages {
  public:
-  Pages(Random& random, int64_t sequences, int64_t rows, int64_t page_rows, int64_t row_bytes)
-      : page_rows_(page_rows), row_bytes_(row_bytes) {
+  Pages(Random& random, int64_t sequences, int64_t rows, int64_t page_rows, int64_t row_bytes) {
     const int64_t per_sequence = (rows + page_rows - 1) / page_rows;
     const int64_t count = sequences * per_sequence;
     memory_.assign(static_cast<size_t>(count * page_rows * row_bytes), 0xFF);
@@ -47,8 +46,6 @@ class Pages {
   std::vector<uint8_t>& memory() { return memory_; }
 
  private:
-  int64_t page_rows_;
-  int64_t row_bytes_;
   std::vector<uint8_t> memory_;
   std::vector<uint8_t*> pointers_;
   std::vector<ops::PagedRows> views_;

@@ -73,7 +73,9 @@ struct WeightRows {
     }
   }
   const uint8_t* row(int64_t o) const { return values + o * row_bytes; }
-  const uint8_t* row_scale(int64_t o) const { return scales + (o >> scale_shift) * row_scales; }
+  const uint8_t* row_scale(int64_t o) const {
+    return scales == nullptr ? nullptr : scales + (o >> scale_shift) * row_scales;
+  }
 };
 
 template <WeightFormat kFormat>

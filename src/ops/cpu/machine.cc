@@ -92,6 +92,21 @@ std::vector<std::string> instruction_sets() {
   return names;
 }
 
+bool use_instruction_set(std::string_view name) {
+  hwy::SetSupportedTargetsForTest(0);
+  int64_t chosen = name.empty() ? hwy::SupportedTargets() : 0;
+  for (int64_t rest = hwy::SupportedTargets() & HWY_TARGETS; rest != 0; rest &= rest - 1) {
+    if (name == hwy::TargetName(rest & -rest)) {
+      chosen = rest & -rest;
+    }
+  }
+  if (chosen == 0) {
+    return false;
+  }
+  hwy::GetChosenTarget().Update(chosen);
+  return true;
+}
+
 double measure_read_bandwidth(ThreadPool& pool) {
   constexpr int64_t kBytes = int64_t{512} << 20;
   constexpr int64_t kCount = kBytes / 4;
