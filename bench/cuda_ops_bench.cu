@@ -2,12 +2,14 @@
 //
 //   cachalot_cuda_bench [substring]...     only ops whose name contains one of the substrings
 //
-// One JSON object per line: name, shape, median_s, bytes, flops, gbps, tflops, and ceiling_s, the larger of
-// bytes / copy bandwidth and flops / BF16 matrix rate, both measured first in the same run; fraction =
-// ceiling_s / median_s. Bytes are those that must move once (weights, caches, rows).
+// One JSON object per line: name, shape, median_s, bytes, flops, gbps, tflops, and ceiling_s, the
+// larger of bytes / copy bandwidth and flops / BF16 matrix rate, both measured first in the same
+// run; fraction = ceiling_s / median_s. Bytes are those that must move once (weights, caches,
+// rows).
 //
-// Method: random non-zero data made on the device; every op rotates through enough argument sets to move
-// more than 200 MB before memory repeats; CUDA-graph replays of many calls; median of 9 replays.
+// Method: random non-zero data made on the device; every op rotates through enough argument sets to
+// move more than 200 MB before memory repeats; CUDA-graph replays of many calls; median of 9
+// replays.
 #include <cublas_v2.h>
 #include <cuda_runtime.h>
 #include <dlfcn.h>
@@ -52,7 +54,9 @@ __device__ uint32_t hash(uint64_t x) {
   x ^= x >> 33, x *= 0xff51afd7ed558ccdull, x ^= x >> 33, x *= 0xc4ceb9fe1a85ec53ull, x ^= x >> 33;
   return static_cast<uint32_t>(x);
 }
-__device__ uint8_t fill_code(uint32_t r) { return static_cast<uint8_t>((r & 0x80) | (0x28 + r % 40)); }
+__device__ uint8_t fill_code(uint32_t r) {
+  return static_cast<uint8_t>((r & 0x80) | (0x28 + r % 40));
+}
 
 // Values are a few binades wide, scales vary from block to block.
 __global__ void fill_kernel(uint8_t* memory, int64_t bytes, Fill fill, uint64_t seed) {
@@ -134,7 +138,8 @@ class Bench {
   template <class T>
   T* uploaded(const std::vector<T>& values) {
     auto* memory = static_cast<T*>(allocate(static_cast<int64_t>(values.size() * sizeof(T))));
-    check(cudaMemcpy(memory, values.data(), values.size() * sizeof(T), cudaMemcpyHostToDevice), "upload");
+    check(cudaMemcpy(memory, values.data(), values.size() * sizeof(T), cudaMemcpyHostToDevice),
+          "upload");
     return memory;
   }
   TensorView ints(const std::vector<int32_t>& values, const Shape& shape) {
@@ -155,7 +160,8 @@ class Bench {
         break;
       case ops::WeightFormat::kFp4Row:
         w.values = {filled(out * in / 2, Fill::kBytes), DType::kI8, {out, in / 2}, Device::kCuda};
-        w.scales = {filled(out * (in / 32), Fill::kE8m0), DType::kF8E8M0, {out, in / 32}, Device::kCuda};
+        w.scales = {
+            filled(out * (in / 32), Fill::kE8m0), DType::kF8E8M0, {out, in / 32}, Device::kCuda};
         break;
       default:
         w.values = tensor(DType::kBF16, {out, in});
@@ -198,10 +204,15 @@ class Bench {
     return times[times.size() / 2] * 1e-3 / calls;
   }
 
-  void report(const std::string& name, const std::string& shape, double seconds, double bytes, double flops) {
+  void report(const std::string& name,
+              const std::string& shape,
+              double seconds,
+              double bytes,
+              double flops) {
     const double ceiling = std::max(bytes / copy_rate_, flops / mma_rate_);
     std::printf(
-        "{\"name\": \"%s\", \"shape\": \"%s\", \"median_s\": %.4g, \"bytes\": %.6g, \"flops\": %.6g, "
+        "{\"name\": \"%s\", \"shape\": \"%s\", \"median_s\": %.4g, \"bytes\": %.6g, \"flops\": "
+        "%.6g, "
         "\"gbps\": %.1f, \"tflops\": %.2f, \"ceiling_s\": %.4g, \"fraction\": %.3f}\n",
         name.c_str(),
         shape.c_str(),
@@ -235,19 +246,36 @@ class Bench {
     std::fflush(stdout);
     release(start);
   }
-  // cuBLAS is loaded, not linked: without it the matrix ceiling is the H200's published measurement.
+  // cuBLAS is loaded, not linked: without it the matrix ceiling is the H200's published
+  // measurement.
   double measure_matrix_rate() {
     void* library = dlopen("libcublas.so.13", RTLD_NOW);
     if (library == nullptr) {
       return 790e12;
     }
-    const auto create = reinterpret_cast<decltype(&cublasCreate_v2)>(dlsym(library, "cublasCreate_v2"));
+    const auto create =
+        reinterpret_cast<decltype(&cublasCreate_v2)>(dlsym(library, "cublasCreate_v2"));
     const auto set_stream =
         reinterpret_cast<decltype(&cublasSetStream_v2)>(dlsym(library, "cublasSetStream_v2"));
-    using Gemm = cublasStatus_t (*)(cublasHandle_t, cublasOperation_t, cublasOperation_t, int, int, int,
-                                    const void*, const void*, cudaDataType, int, const void*,
-                                    cudaDataType, int, const void*, void*, cudaDataType, int,
-                                    cublasComputeType_t, cublasGemmAlgo_t);
+    using Gemm = cublasStatus_t (*)(cublasHandle_t,
+                                    cublasOperation_t,
+                                    cublasOperation_t,
+                                    int,
+                                    int,
+                                    int,
+                                    const void*,
+                                    const void*,
+                                    cudaDataType,
+                                    int,
+                                    const void*,
+                                    cudaDataType,
+                                    int,
+                                    const void*,
+                                    void*,
+                                    cudaDataType,
+                                    int,
+                                    cublasComputeType_t,
+                                    cublasGemmAlgo_t);
     const auto gemm = reinterpret_cast<Gemm>(dlsym(library, "cublasGemmEx"));
     cublasHandle_t handle = nullptr;
     if (create == nullptr || set_stream == nullptr || gemm == nullptr ||
@@ -297,13 +325,17 @@ class Bench {
 
 using ops::WeightFormat;
 
-std::string tokens(int64_t t) { return "T=" + std::to_string(t); }
-
-double weight_bytes(const ops::Weight& w) {
-  return static_cast<double>(w.values.bytes()) + (w.scales.empty() ? 0.0 : static_cast<double>(w.scales.bytes()));
+std::string tokens(int64_t t) {
+  return "T=" + std::to_string(t);
 }
 
-// Dense linears ------------------------------------------------------------------------------------
+double weight_bytes(const ops::Weight& w) {
+  return static_cast<double>(w.values.bytes()) +
+         (w.scales.empty() ? 0.0 : static_cast<double>(w.scales.bytes()));
+}
+
+// Dense linears
+// ------------------------------------------------------------------------------------
 
 struct LinearSpec {
   const char* name;
@@ -336,7 +368,8 @@ void bench_linears(Bench& bench) {
       const size_t start = bench.mark();
       double bytes = 0, flops = 0;
       for (const int64_t out : spec.outs) {
-        bytes += static_cast<double>(out * spec.in) * (spec.format == WeightFormat::kBF16 ? 2.0 : 1.0 + 1.0 / 1024);
+        bytes += static_cast<double>(out * spec.in) *
+                 (spec.format == WeightFormat::kBF16 ? 2.0 : 1.0 + 1.0 / 1024);
         flops += 2.0 * static_cast<double>(t * out * spec.in);
       }
       const int sets = static_cast<int>(std::min<double>(64, std::ceil(kRotateBytes / bytes)));
@@ -403,7 +436,8 @@ void bench_head(Bench& bench) {
   bench.release(start);
 }
 
-// Experts ------------------------------------------------------------------------------------------
+// Experts
+// ------------------------------------------------------------------------------------------
 
 void bench_experts(Bench& bench) {
   if (!bench.wanted("experts")) {
@@ -438,7 +472,8 @@ void bench_experts(Bench& bench) {
         for (int64_t row = 0; row < t; ++row) {
           std::vector<int32_t> chosen;
           while (static_cast<int64_t>(chosen.size()) < k) {
-            const auto id = static_cast<int32_t>(random.words(draw++)[0] % static_cast<uint32_t>(e));
+            const auto id =
+                static_cast<int32_t>(random.words(draw++)[0] % static_cast<uint32_t>(e));
             if (std::find(chosen.begin(), chosen.end(), id) == chosen.end()) {
               chosen.push_back(id);
               distinct += used[static_cast<size_t>(id)] ? 0 : 1.0 / sets;
@@ -475,7 +510,8 @@ void bench_experts(Bench& bench) {
   bench.release(start);
 }
 
-// Attention and index ------------------------------------------------------------------------------
+// Attention and index
+// ------------------------------------------------------------------------------
 
 // Decode rows: one row per sequence at position `context` - 1, pages of 128 rows.
 struct Decode {
@@ -546,7 +582,8 @@ void bench_attend(Bench& bench) {
         a.rope = bench.tensor(DType::kF32, {batch, half, 2});
         a.window.window = 128;
         a.window.rings = bench.uploaded(rings);
-        a.window.fresh = {bench.filled(batch * 528, Fill::kWindowRow), DType::kU8, {batch, 528}, Device::kCuda};
+        a.window.fresh = {
+            bench.filled(batch * 528, Fill::kWindowRow), DType::kU8, {batch, 528}, Device::kCuda};
         a.window.floor = bench.ints(std::vector<int32_t>(static_cast<size_t>(batch)), {batch});
         if (with_main) {
           a.main = decode.main;
@@ -558,7 +595,8 @@ void bench_attend(Bench& bench) {
       const double seconds = bench.time(
           20, [&](int i) { return ops::attend(bench.ctx(), args[static_cast<size_t>(i % sets)]); });
       const double keys = with_main ? 640 : 128;
-      const double bytes = static_cast<double>(batch) * ((with_main ? 512 * 288 : 0) + 128 * 528 + 4 * h * k);
+      const double bytes =
+          static_cast<double>(batch) * ((with_main ? 512 * 288 : 0) + 128 * 528 + 4 * h * k);
       bench.report(name,
                    "batch=" + std::to_string(batch),
                    seconds,
@@ -599,7 +637,8 @@ void bench_index_select(Bench& bench) {
     args.rope = bench.tensor(DType::kF32, {c.batch, 32, 2});
     args.index = decode.main;
     args.entries_bound = c.context;
-    args.selected = bench.ints(std::vector<int32_t>(static_cast<size_t>(c.batch * k)), {c.batch, k});
+    args.selected =
+        bench.ints(std::vector<int32_t>(static_cast<size_t>(c.batch * k)), {c.batch, k});
     std::vector<int32_t> ids;
     for (int64_t s = 0; s < c.batch; ++s) {
       for (int64_t i = 0; i < blocks; ++i) {
@@ -610,9 +649,10 @@ void bench_index_select(Bench& bench) {
       args.candidate_block = 8;
       (source ? args.candidates_out : args.candidates) = bench.ints(ids, {c.batch, blocks});
     }
-    const double seconds =
-        bench.time(c.batch == 1 ? 20 : 4, [&](int) { return ops::index_select(bench.ctx(), args); });
-    const double entries = static_cast<double>(c.batch) * static_cast<double>(consumer ? blocks * 8 : c.context);
+    const double seconds = bench.time(c.batch == 1 ? 20 : 4,
+                                      [&](int) { return ops::index_select(bench.ctx(), args); });
+    const double entries =
+        static_cast<double>(c.batch) * static_cast<double>(consumer ? blocks * 8 : c.context);
     bench.report(c.name,
                  std::to_string(c.batch) + "x" + std::to_string(c.context),
                  seconds,
@@ -622,7 +662,8 @@ void bench_index_select(Bench& bench) {
   }
 }
 
-// Streams and small ops ----------------------------------------------------------------------------
+// Streams and small ops
+// ----------------------------------------------------------------------------
 
 void bench_streams(Bench& bench) {
   const int64_t m = 4, d = 5120;
@@ -653,12 +694,18 @@ void bench_streams(Bench& bench) {
       const double seconds = bench.time(t >= 8192 ? 4 : 20, [&](int i) {
         return ops::hc_site(bench.ctx(), args[static_cast<size_t>(i % sets)]);
       });
-      bench.report("hc_site", tokens(t), seconds, 20.0 * static_cast<double>(t * d) + 24.0 * 4 * m * d,
+      bench.report("hc_site",
+                   tokens(t),
+                   seconds,
+                   20.0 * static_cast<double>(t * d) + 24.0 * 4 * m * d,
                    48.0 * static_cast<double>(t * m * d));
     }
     if (bench.wanted("gate")) {
       ops::GateArgs a;
-      a.rows.is_image = {bench.uploaded(std::vector<uint8_t>(static_cast<size_t>(t))), DType::kU8, {t}, Device::kCuda};
+      a.rows.is_image = {bench.uploaded(std::vector<uint8_t>(static_cast<size_t>(t))),
+                         DType::kU8,
+                         {t},
+                         Device::kCuda};
       a.x = bench.tensor(DType::kBF16, {t, d});
       a.weight = bench.weight(WeightFormat::kBF16, 384, d);
       a.bias = bench.tensor(DType::kF32, {384});
@@ -667,7 +714,10 @@ void bench_streams(Bench& bench) {
       a.experts = bench.ints(std::vector<int32_t>(static_cast<size_t>(t * 6)), {t, 6});
       a.weights = bench.tensor(DType::kF32, {t, 6});
       const double seconds = bench.time(20, [&](int) { return ops::gate(bench.ctx(), a); });
-      bench.report("gate", tokens(t), seconds, 2.0 * 384 * d + 2.0 * static_cast<double>(t * d),
+      bench.report("gate",
+                   tokens(t),
+                   seconds,
+                   2.0 * 384 * d + 2.0 * static_cast<double>(t * d),
                    768.0 * static_cast<double>(t * d));
     }
     if (bench.wanted("qkv_finish")) {
@@ -681,18 +731,23 @@ void bench_streams(Bench& bench) {
       a.r = bench.tensor(DType::kBF16, {t, 1280});
       a.fresh = {bench.filled(t * 528, Fill::kWindowRow), DType::kU8, {t, 528}, Device::kCuda};
       const double seconds = bench.time(20, [&](int) { return ops::qkv_finish(bench.ctx(), a); });
-      bench.report("qkv_finish", tokens(t), seconds, static_cast<double>(t) * (4 * 1280 + 2 * 512 + 528), 0);
+      bench.report(
+          "qkv_finish", tokens(t), seconds, static_cast<double>(t) * (4 * 1280 + 2 * 512 + 528), 0);
     }
     if (bench.wanted("engram_inject")) {
       ops::EngramInjectArgs a;
-      a.rows.is_image = {bench.uploaded(std::vector<uint8_t>(static_cast<size_t>(t))), DType::kU8, {t}, Device::kCuda};
+      a.rows.is_image = {bench.uploaded(std::vector<uint8_t>(static_cast<size_t>(t))),
+                         DType::kU8,
+                         {t},
+                         Device::kCuda};
       a.x = bench.tensor(DType::kBF16, {t, m, d});
       a.kv = bench.tensor(DType::kBF16, {t, (m + 1) * d});
       a.q_weight = bench.tensor(DType::kBF16, {m, d});
       a.k_weight = bench.tensor(DType::kBF16, {m, d});
       a.rms_eps = 1e-20f;
       a.out = bench.tensor(DType::kBF16, {t, m, d});
-      const double seconds = bench.time(20, [&](int) { return ops::engram_inject(bench.ctx(), a); });
+      const double seconds =
+          bench.time(20, [&](int) { return ops::engram_inject(bench.ctx(), a); });
       bench.report("engram_inject", tokens(t), seconds, 26.0 * static_cast<double>(t * d), 0);
     }
     bench.release(start);

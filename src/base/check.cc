@@ -6,8 +6,13 @@
 namespace cachalot::internal {
 
 void check_failed(const char* file, int line, const char* condition, const std::string& values) {
-  std::fprintf(stderr, "%s:%d: check failed: %s%s%s\n", file, line, condition,
-               values.empty() ? "" : "; values:", values.c_str());
+  std::fprintf(stderr,
+               "%s:%d: check failed: %s%s%s\n",
+               file,
+               line,
+               condition,
+               values.empty() ? "" : "; values:",
+               values.c_str());
   std::abort();
 }
 

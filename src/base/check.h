@@ -4,9 +4,13 @@
 #include <string>
 
 namespace cachalot::internal {
-[[noreturn]] void check_failed(const char* file, int line, const char* condition,
+[[noreturn]] void check_failed(const char* file,
+                               int line,
+                               const char* condition,
                                const std::string& values);
-inline std::string check_values() { return {}; }
+inline std::string check_values() {
+  return {};
+}
 template <class T, class... Rest>
 std::string check_values(const T& first, const Rest&... rest) {
   std::string text = " " + std::to_string(first);
@@ -15,13 +19,12 @@ std::string check_values(const T& first, const Rest&... rest) {
 }  // namespace cachalot::internal
 
 // CACHALOT_CHECK(a == b, a, b): the numbers after the condition are printed on failure.
-#define CACHALOT_CHECK(condition, ...)                                   \
-  do {                                                                   \
-    if (!(condition)) [[unlikely]] {                                     \
-      ::cachalot::internal::check_failed(                                \
-          __FILE__, __LINE__, #condition,                                \
-          ::cachalot::internal::check_values(__VA_ARGS__));              \
-    }                                                                    \
+#define CACHALOT_CHECK(condition, ...)                                                      \
+  do {                                                                                      \
+    if (!(condition)) [[unlikely]] {                                                        \
+      ::cachalot::internal::check_failed(                                                   \
+          __FILE__, __LINE__, #condition, ::cachalot::internal::check_values(__VA_ARGS__)); \
+    }                                                                                       \
   } while (false)
 
 // For hot paths: compiled out of optimized builds.

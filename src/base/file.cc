@@ -36,7 +36,9 @@ class Descriptor {
   int fd_;
 };
 
-Code open_code() { return errno == ENOENT ? Code::kNotFound : Code::kUnavailable; }
+Code open_code() {
+  return errno == ENOENT ? Code::kNotFound : Code::kUnavailable;
+}
 
 }  // namespace
 
@@ -45,7 +47,7 @@ Result<MappedFile> MappedFile::open(const std::string& path) {
   if (fd.get() < 0) {
     return system_error(open_code(), "cannot open", path);
   }
-  struct stat info {};
+  struct stat info{};
   if (::fstat(fd.get(), &info) != 0) {
     return system_error(Code::kUnavailable, "cannot stat", path);
   }

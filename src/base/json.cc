@@ -108,7 +108,9 @@ JsonWriter& JsonWriter::value(std::string_view text) {
   return *this;
 }
 
-JsonWriter& JsonWriter::value(bool flag) { return raw(flag ? "true" : "false"); }
+JsonWriter& JsonWriter::value(bool flag) {
+  return raw(flag ? "true" : "false");
+}
 
 JsonWriter& JsonWriter::value(double number) {
   return std::isfinite(number) ? raw(fmt::format("{}", number)) : null();
@@ -118,13 +120,17 @@ JsonWriter& JsonWriter::value(float number) {
   return std::isfinite(number) ? raw(fmt::format("{}", number)) : null();
 }
 
-JsonWriter& JsonWriter::integer(int64_t number) { return raw(fmt::format("{}", number)); }
+JsonWriter& JsonWriter::integer(int64_t number) {
+  return raw(fmt::format("{}", number));
+}
 
 JsonWriter& JsonWriter::unsigned_integer(uint64_t number) {
   return raw(fmt::format("{}", number));
 }
 
-JsonWriter& JsonWriter::null() { return raw("null"); }
+JsonWriter& JsonWriter::null() {
+  return raw("null");
+}
 
 JsonWriter& JsonWriter::raw(std::string_view json) {
   separate();

@@ -4,8 +4,8 @@
 //   w.begin_object().key("ids").begin_array().value(3).value(4).end_array().end_object();
 //   w.text();   // {"ids": [3, 4]}
 //
-// Numbers are written with enough digits to read back the same value. NaN and infinities, which JSON
-// does not know, are written as null.
+// Numbers are written with enough digits to read back the same value. NaN and infinities, which
+// JSON does not know, are written as null.
 #pragma once
 
 #include <cstdint>

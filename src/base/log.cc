@@ -32,8 +32,12 @@ spdlog::logger& logger() {
 
 }  // namespace
 
-void set_log_level(LogLevel level) { logger().set_level(spdlog_level(level)); }
+void set_log_level(LogLevel level) {
+  logger().set_level(spdlog_level(level));
+}
 
-void log_write(LogLevel level, std::string_view text) { logger().log(spdlog_level(level), text); }
+void log_write(LogLevel level, std::string_view text) {
+  logger().log(spdlog_level(level), text);
+}
 
 }  // namespace cachalot

@@ -73,7 +73,9 @@ class [[nodiscard]] Result : public tl::expected<T, Status> {
 };
 
 namespace internal {
-inline const Status& status_of(const Status& s) { return s; }
+inline const Status& status_of(const Status& s) {
+  return s;
+}
 template <class T>
 Status status_of(const Result<T>& r) {
   return r.status();
@@ -86,12 +88,12 @@ Status status_of(const Result<T>& r) {
 #define CACHALOT_CONCAT(a, b) CACHALOT_CONCAT_INNER(a, b)
 
 // Returns the error of a Status or Result expression from the enclosing function.
-#define CACHALOT_RETURN_IF_ERROR(expr)                                                      \
-  do {                                                                                      \
-    if (::cachalot::Status cachalot_status = ::cachalot::internal::status_of((expr));       \
-        !cachalot_status.ok()) {                                                            \
-      return cachalot_status;                                                               \
-    }                                                                                       \
+#define CACHALOT_RETURN_IF_ERROR(expr)                                                \
+  do {                                                                                \
+    if (::cachalot::Status cachalot_status = ::cachalot::internal::status_of((expr)); \
+        !cachalot_status.ok()) {                                                      \
+      return cachalot_status;                                                         \
+    }                                                                                 \
   } while (false)
 
 // Declares `decl` from a Result expression, or returns its error.

@@ -5,8 +5,8 @@
 namespace cachalot {
 namespace {
 
-// Short spins keep the hand-over between back-to-back ops below a microsecond; a thread that finds no
-// work in this many polls sleeps.
+// Short spins keep the hand-over between back-to-back ops below a microsecond; a thread that finds
+// no work in this many polls sleeps.
 constexpr int kSpinPolls = 20000;
 
 void pause() {
@@ -88,7 +88,8 @@ void ThreadPool::run(const std::function<void(int)>& task) {
   done_.wait(lock, [&] { return running_.load(std::memory_order_acquire) == 0; });
 }
 
-void ThreadPool::parallel_for(int64_t n, int64_t grain,
+void ThreadPool::parallel_for(int64_t n,
+                              int64_t grain,
                               const std::function<void(int64_t, int64_t)>& body) {
   if (n <= 0) {
     return;
@@ -111,7 +112,8 @@ void ThreadPool::parallel_for(int64_t n, int64_t grain,
   });
 }
 
-void ThreadPool::parallel_for_dynamic(int64_t n, int64_t grain,
+void ThreadPool::parallel_for_dynamic(int64_t n,
+                                      int64_t grain,
                                       const std::function<void(int64_t, int64_t)>& body) {
   if (n <= grain || workers_.empty()) {
     if (n > 0) {

@@ -1,7 +1,7 @@
 // A fixed pool of threads with a static-range parallel_for.
 //
-// Work is split by index, never by arrival: which thread runs a range does not change what the range
-// computes, so results do not depend on the number of threads.
+// Work is split by index, never by arrival: which thread runs a range does not change what the
+// range computes, so results do not depend on the number of threads.
 #pragma once
 
 #include <atomic>
@@ -29,7 +29,8 @@ class ThreadPool {
   void parallel_for(int64_t n, int64_t grain, const std::function<void(int64_t, int64_t)>& body);
 
   // As parallel_for, but ranges of `grain` indices are claimed one by one: for uneven work.
-  void parallel_for_dynamic(int64_t n, int64_t grain,
+  void parallel_for_dynamic(int64_t n,
+                            int64_t grain,
                             const std::function<void(int64_t, int64_t)>& body);
 
  private:

@@ -6,8 +6,8 @@
 
 namespace cachalot {
 
-// Bytes of the well-formed UTF-8 sequence at the start of `text` (1 to 4; no surrogates, no overlong
-// forms, at most U+10FFFF), or 0 if it is malformed or cut off.
+// Bytes of the well-formed UTF-8 sequence at the start of `text` (1 to 4; no surrogates, no
+// overlong forms, at most U+10FFFF), or 0 if it is malformed or cut off.
 inline int utf8_sequence_length(std::string_view text) {
   if (text.empty()) {
     return 0;
@@ -17,7 +17,10 @@ inline int utf8_sequence_length(std::string_view text) {
   if (b0 < 0x80) {
     return 1;
   }
-  const int length = b0 >= 0xC2 && b0 <= 0xDF ? 2 : (b0 & 0xF0) == 0xE0 ? 3 : b0 >= 0xF0 && b0 <= 0xF4 ? 4 : 0;
+  const int length = b0 >= 0xC2 && b0 <= 0xDF   ? 2
+                     : (b0 & 0xF0) == 0xE0      ? 3
+                     : b0 >= 0xF0 && b0 <= 0xF4 ? 4
+                                                : 0;
   if (length == 0 || text.size() < static_cast<size_t>(length)) {
     return 0;
   }

@@ -31,8 +31,8 @@ struct Measurement {
   std::string name, backend, shape;
   std::vector<double> seconds;
   double bytes = 0;
-  double flops = 0;       // multiply and add counted apart
-  double ceiling = 0;     // bytes or flops per second
+  double flops = 0;    // multiply and add counted apart
+  double ceiling = 0;  // bytes or flops per second
   bool bound_by_bytes = true;
 };
 
@@ -62,8 +62,8 @@ std::vector<int32_t> random_tokens(int64_t count, int64_t vocab, uint64_t seed) 
   std::vector<int32_t> tokens;
   const Philox rng(seed);
   for (int64_t i = 0; i < count; ++i) {
-    tokens.push_back(static_cast<int32_t>(rng.uniform(static_cast<uint64_t>(i)) *
-                                          static_cast<double>(vocab)));
+    tokens.push_back(
+        static_cast<int32_t>(rng.uniform(static_cast<uint64_t>(i)) * static_cast<double>(vocab)));
   }
   return tokens;
 }
@@ -128,10 +128,18 @@ int64_t expert_bytes(const ops::ExpertView& e) {
 int64_t dense_bytes(const model::Model& model) {
   int64_t bytes = weight_bytes(model.weights.head);
   for (const model::LayerWeights& l : model.weights.layers) {
-    for (const ops::Weight* w :
-         {&l.attn.wq_a, &l.attn.wq_b, &l.attn.wkv, &l.attn.wo_a, &l.attn.wo_b,
-          &l.attn.compressor.wkv, &l.attn.compressor.wgate, &l.attn.indexer.wq_b,
-          &l.attn.indexer.weights_proj, &l.attn.indexer.wk, &l.moe.gate, &l.engram.wkv}) {
+    for (const ops::Weight* w : {&l.attn.wq_a,
+                                 &l.attn.wq_b,
+                                 &l.attn.wkv,
+                                 &l.attn.wo_a,
+                                 &l.attn.wo_b,
+                                 &l.attn.compressor.wkv,
+                                 &l.attn.compressor.wgate,
+                                 &l.attn.indexer.wq_b,
+                                 &l.attn.indexer.weights_proj,
+                                 &l.attn.indexer.wk,
+                                 &l.moe.gate,
+                                 &l.engram.wkv}) {
       bytes += weight_bytes(*w);
     }
     bytes += l.hc_attn.fn.bytes() + l.hc_ffn.fn.bytes();
@@ -149,8 +157,12 @@ struct StepBench {
   std::vector<model::StepSequence> sequences;
 };
 
-Status fill(engine::Runtime& runtime, model::StepRunner& runner, const BenchFlags& flags,
-            int64_t context, kvcache::SequenceCache& cache, uint64_t seed) {
+Status fill(engine::Runtime& runtime,
+            model::StepRunner& runner,
+            const BenchFlags& flags,
+            int64_t context,
+            kvcache::SequenceCache& cache,
+            uint64_t seed) {
   const std::vector<int32_t> prompt =
       random_tokens(context, runtime.model().config.vocab_size, seed);
   for (int64_t begin = 0; begin < context; begin += flags.run.chunk) {
@@ -167,15 +179,18 @@ Status fill(engine::Runtime& runtime, model::StepRunner& runner, const BenchFlag
   return {};
 }
 
-Result<Measurement> measure_step(engine::Runtime& runtime, model::StepRunner& runner,
-                                 const BenchFlags& flags, int64_t batch, int64_t context,
+Result<Measurement> measure_step(engine::Runtime& runtime,
+                                 model::StepRunner& runner,
+                                 const BenchFlags& flags,
+                                 int64_t batch,
+                                 int64_t context,
                                  int64_t rows) {
   StepBench bench;
   for (int64_t i = 0; i < batch; ++i) {
     CACHALOT_TRY(std::unique_ptr<kvcache::SequenceCache> cache, runtime.make_cache());
     bench.caches.push_back(std::move(cache));
-    CACHALOT_RETURN_IF_ERROR(fill(runtime, runner, flags, context, *bench.caches.back(),
-                                  static_cast<uint64_t>(100 + i)));
+    CACHALOT_RETURN_IF_ERROR(fill(
+        runtime, runner, flags, context, *bench.caches.back(), static_cast<uint64_t>(100 + i)));
     CACHALOT_RETURN_IF_ERROR(bench.caches.back()->reserve(context + rows));
     bench.tokens.push_back(
         random_tokens(rows, runtime.model().config.vocab_size, static_cast<uint64_t>(900 + i)));
@@ -194,9 +209,9 @@ Result<Measurement> measure_step(engine::Runtime& runtime, model::StepRunner& ru
     m.seconds.push_back(now_seconds() - begin);
   }
   const model::Model& model = runtime.model();
-  m.bytes = static_cast<double>(dense_bytes(model) +
-                                counter.experts() *
-                                    expert_bytes(model.weights.layers[0].moe.experts[0]));
+  m.bytes =
+      static_cast<double>(dense_bytes(model) +
+                          counter.experts() * expert_bytes(model.weights.layers[0].moe.experts[0]));
   return m;
 }
 
@@ -222,8 +237,9 @@ Status bench_prefill(const BenchFlags& flags) {
   // Products with weights alone: attention and index scores come on top. Only one row has logits.
   const model::ModelConfig& config = runtime->model().config;
   const int64_t head = config.vocab_size * config.hidden_size;
-  m.flops = 2.0 * static_cast<double>(
-                      (model::account(config).parameters.active_decode - head) * flags.tokens + head);
+  m.flops =
+      2.0 * static_cast<double>(
+                (model::account(config).parameters.active_decode - head) * flags.tokens + head);
   m.bound_by_bytes = runtime->options().backend == ops::Backend::kCuda;
   if (m.bound_by_bytes) {
     CACHALOT_TRY(m.ceiling, bandwidth_ceiling(*runtime));
@@ -244,7 +260,9 @@ RandomWeight random_weight(ops::WeightFormat format, int64_t out, int64_t in, ui
   RandomWeight r;
   const Philox rng(seed);
   const bool fp4 = format == ops::WeightFormat::kFp4Row;
-  const int64_t bytes = format == ops::WeightFormat::kBF16 ? out * in * 2 : fp4 ? out * in / 2 : out * in;
+  const int64_t bytes = format == ops::WeightFormat::kBF16 ? out * in * 2
+                        : fp4                              ? out * in / 2
+                                                           : out * in;
   r.values.resize(static_cast<size_t>(bytes));
   for (size_t i = 0; i < r.values.size(); ++i) {
     const auto word = rng.words(i)[0];
@@ -277,9 +295,10 @@ Status bench_ops(const BenchFlags& flags) {
   }
   ThreadPool pool(flags.run.threads);
   Arena scratch;
-  ops::OpContext context{.backend = flags.run.backend == "ref" ? ops::Backend::kRef : ops::Backend::kCpu,
-                         .pool = &pool,
-                         .scratch = &scratch};
+  ops::OpContext context{
+      .backend = flags.run.backend == "ref" ? ops::Backend::kRef : ops::Backend::kCpu,
+      .pool = &pool,
+      .scratch = &scratch};
   const double bandwidth = ops::cpu::measure_read_bandwidth(pool);
   const double rate = 2 * ops::cpu::measure_multiply_add_rate(pool);
   constexpr int64_t kOut = 2048, kIn = 2048;
@@ -304,15 +323,18 @@ Status bench_ops(const BenchFlags& flags) {
       }
       // A pass over all weights for few rows, a single product for many.
       const size_t per_repeat = t <= 4 ? weights.size() : 1;
-      Measurement m{.name = fmt::format("linear {}", f.name), .backend = flags.run.backend,
+      Measurement m{.name = fmt::format("linear {}", f.name),
+                    .backend = flags.run.backend,
                     .shape = fmt::format("T {} in {} out {}", t, kIn, kOut)};
       for (int repeat = 0; repeat < flags.repeats; ++repeat) {
         const double begin = now_seconds();
         for (size_t i = 0; i < per_repeat; ++i) {
           const size_t w = (static_cast<size_t>(repeat) + i) % weights.size();
-          const ops::LinearTarget target{&weights[w].weight, TensorView(y.data(), DType::kBF16, {t, kOut})};
+          const ops::LinearTarget target{&weights[w].weight,
+                                         TensorView(y.data(), DType::kBF16, {t, kOut})};
           CACHALOT_RETURN_IF_ERROR(ops::linear(
-              context, {.x = TensorView(x.data(), DType::kBF16, {t, kIn}), .targets = {&target, 1}}));
+              context,
+              {.x = TensorView(x.data(), DType::kBF16, {t, kIn}), .targets = {&target, 1}}));
         }
         m.seconds.push_back((now_seconds() - begin) / static_cast<double>(per_repeat));
       }
@@ -335,16 +357,24 @@ void add_bench(CLI::App& app, Action& action) {
   const auto add = [&](const char* name, const char* text, Status (*body)(const BenchFlags&)) {
     CLI::App* sub = command->add_subcommand(name, text);
     flags->run.add_to(*sub);
-    sub->add_option("--repeats", flags->repeats, "Timed runs")->check(CLI::Range(1, 1000))->capture_default_str();
+    sub->add_option("--repeats", flags->repeats, "Timed runs")
+        ->check(CLI::Range(1, 1000))
+        ->capture_default_str();
     sub->callback([flags, &action, body] { action = [flags, body] { return body(*flags); }; });
     return sub;
   };
   add("ops", "Linears of every weight format at decode and prefill sizes", bench_ops);
-  CLI::App* decode = add("decode", "One decode step; bytes of weights read against read bandwidth", bench_decode);
-  decode->add_option("--batch", flags->batch, "Sequences")->check(CLI::Range(1, 4096))->capture_default_str();
+  CLI::App* decode =
+      add("decode", "One decode step; bytes of weights read against read bandwidth", bench_decode);
+  decode->add_option("--batch", flags->batch, "Sequences")
+      ->check(CLI::Range(1, 4096))
+      ->capture_default_str();
   decode->add_option("--context", flags->context, "Tokens before the step")->capture_default_str();
-  CLI::App* prefill = add("prefill", "One prefill step; multiply-adds against the peak rate", bench_prefill);
-  prefill->add_option("--tokens", flags->tokens, "Tokens of the step")->check(CLI::Range(1, 65536))->capture_default_str();
+  CLI::App* prefill =
+      add("prefill", "One prefill step; multiply-adds against the peak rate", bench_prefill);
+  prefill->add_option("--tokens", flags->tokens, "Tokens of the step")
+      ->check(CLI::Range(1, 65536))
+      ->capture_default_str();
   prefill->add_option("--context", flags->context, "Tokens before the step")->capture_default_str();
 }
 

@@ -165,7 +165,8 @@ class Conversation {
  private:
   // A minimal request with the present effort, to check it.
   std::string probe() const {
-    return R"({"messages": [{"role": "user", "content": ""}], "reasoning_effort": )" + effort_ + "}";
+    return R"({"messages": [{"role": "user", "content": ""}], "reasoning_effort": )" + effort_ +
+           "}";
   }
 
   Status generate(engine::Runtime& runtime) {

@@ -17,10 +17,12 @@ namespace {
 
 constexpr ops::Backend kBackends[] = {ops::Backend::kRef, ops::Backend::kCpu, ops::Backend::kCuda};
 
-bool built_in(ops::Backend backend) { return !ops::kernels(backend).linear.empty(); }
+bool built_in(ops::Backend backend) {
+  return !ops::kernels(backend).linear.empty();
+}
 
 Status doctor(bool json) {
-  struct sysinfo memory {};
+  struct sysinfo memory{};
   ::sysinfo(&memory);
   const uint64_t total = uint64_t{memory.totalram} * memory.mem_unit;
   const uint64_t available = uint64_t{memory.freeram + memory.bufferram} * memory.mem_unit;
@@ -34,12 +36,13 @@ Status doctor(bool json) {
     w.value(target);
   }
   w.end_array().key("backends").begin_array();
-  std::string text = fmt::format("cachalot {} ({})\n{} threads, {:.1f} GiB memory, {:.1f} GiB free\n",
-                            CACHALOT_VERSION,
-                            __VERSION__,
-                            threads,
-                            static_cast<double>(total) / (1 << 30),
-                            static_cast<double>(available) / (1 << 30));
+  std::string text =
+      fmt::format("cachalot {} ({})\n{} threads, {:.1f} GiB memory, {:.1f} GiB free\n",
+                  CACHALOT_VERSION,
+                  __VERSION__,
+                  threads,
+                  static_cast<double>(total) / (1 << 30),
+                  static_cast<double>(available) / (1 << 30));
   text += "instruction sets (first is used):";
   for (const std::string& target : targets) {
     text += " " + target;
@@ -52,8 +55,8 @@ Status doctor(bool json) {
         .key("kernels")
         .begin_object();
     text += fmt::format("\nbackend {}: {}\n",
-                   ops::backend_name(backend),
-                   built_in(backend) ? "available" : "not in this build");
+                        ops::backend_name(backend),
+                        built_in(backend) ? "available" : "not in this build");
     if (built_in(backend)) {
       for (const ops::KernelName& op : ops::kernel_names(backend)) {
         w.key(op.op).begin_array();

@@ -10,8 +10,8 @@
 
 namespace cachalot::cli {
 
-// Lines {"tokens": [...]} or {"text": "..."}; text is tokenized as untrusted text. The error names the
-// file, the line and the field.
+// Lines {"tokens": [...]} or {"text": "..."}; text is tokenized as untrusted text. The error names
+// the file, the line and the field.
 Result<std::vector<std::vector<int32_t>>> read_token_lines(const std::string& path,
                                                            const text::Tokenizer& tokenizer);
 

@@ -64,8 +64,8 @@ void write_table(const model::ModelConfig& config,
   const model::ParameterCounts& p = sizes.parameters;
   std::string text = fmt::format("tensors                  {}\n", sizes.tensors);
   text += fmt::format("bytes                    {} ({:.2f} GiB)\n",
-                 sizes.total_bytes,
-                 static_cast<double>(sizes.total_bytes) / (1 << 30));
+                      sizes.total_bytes,
+                      static_cast<double>(sizes.total_bytes) / (1 << 30));
   const auto count = [&text](std::string_view what, int64_t n) {
     text += fmt::format("{:<24} {} ({:.3f} B)\n", what, n, static_cast<double>(n) * 1e-9);
   };
@@ -78,25 +78,28 @@ void write_table(const model::ModelConfig& config,
   count("active in decode", p.active_decode);
   text += fmt::format("cache bytes per token    {}\n", sizes.cache_bytes_per_token);
   text += fmt::format("window bytes per request {}\n", sizes.window_bytes_per_request);
-  text += fmt::format("hidden {}, heads {} x {}, experts {} top {}, vocabulary {}, positions {}\n\n",
-                 config.hidden_size,
-                 config.num_attention_heads,
-                 config.head_dim,
-                 config.n_routed_experts,
-                 config.num_experts_per_tok,
-                 config.vocab_size,
-                 config.max_position_embeddings);
+  text +=
+      fmt::format("hidden {}, heads {} x {}, experts {} top {}, vocabulary {}, positions {}\n\n",
+                  config.hidden_size,
+                  config.num_attention_heads,
+                  config.head_dim,
+                  config.n_routed_experts,
+                  config.num_experts_per_tok,
+                  config.vocab_size,
+                  config.max_position_embeddings);
   text += "layer  ratio  mode     kv source  index source  candidates of  engram\n";
-  const auto id = [](int64_t value) { return value < 0 ? std::string("-") : fmt::format("{}", value); };
+  const auto id = [](int64_t value) {
+    return value < 0 ? std::string("-") : fmt::format("{}", value);
+  };
   for (const model::LayerSpec& layer : layers) {
     text += fmt::format("{:>5}  {:>5}  {:<7}  {:>9}  {:>12}  {:>13}  {:>6}\n",
-                   layer.index,
-                   layer.ratio,
-                   model::mode_name(layer.mode),
-                   id(layer.kv_source),
-                   id(layer.index_source),
-                   id(layer.candidate_source),
-                   layer.engram >= 0 ? "yes" : "-");
+                        layer.index,
+                        layer.ratio,
+                        model::mode_name(layer.mode),
+                        id(layer.kv_source),
+                        id(layer.index_source),
+                        id(layer.candidate_source),
+                        layer.engram >= 0 ? "yes" : "-");
   }
   std::fputs(text.c_str(), stdout);
 }

@@ -5,14 +5,20 @@
 #include "cli/command.h"
 
 int main(int argc, char** argv) {
-  CLI::App app("Cachalot: loads, runs and serves models of the DeepSeek-V4.1 architecture.", "cachalot");
+  CLI::App app("Cachalot: loads, runs and serves models of the DeepSeek-V4.1 architecture.",
+               "cachalot");
   app.require_subcommand(1);
   app.set_version_flag("--version", CACHALOT_VERSION);
   app.set_help_all_flag("--help-all", "Print the options of every command");
   cachalot::cli::Action action;
-  for (auto* add : {cachalot::cli::add_doctor, cachalot::cli::add_synth, cachalot::cli::add_inspect,
-                    cachalot::cli::add_verify, cachalot::cli::add_tokenize,
-                    cachalot::cli::add_score, cachalot::cli::add_run, cachalot::cli::add_chat,
+  for (auto* add : {cachalot::cli::add_doctor,
+                    cachalot::cli::add_synth,
+                    cachalot::cli::add_inspect,
+                    cachalot::cli::add_verify,
+                    cachalot::cli::add_tokenize,
+                    cachalot::cli::add_score,
+                    cachalot::cli::add_run,
+                    cachalot::cli::add_chat,
                     cachalot::cli::add_bench}) {
     add(app, action);
   }

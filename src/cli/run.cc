@@ -113,15 +113,16 @@ Status run(const RunCommandFlags& flags) {
   }
   std::fputs("\n", stdout);
   const auto generated = static_cast<int64_t>(result.token_ids.size());
-  std::fputs(fmt::format("load {:.2f} s; prefill {} tokens, {:.1f} tokens/s; decode {} tokens, {:.1f} "
-                    "tokens/s\n",
-                    runtime->load_seconds(),
-                    requests[0].prompt.size(),
-                    rate(static_cast<int64_t>(requests[0].prompt.size()), result.prefill_seconds),
-                    generated,
-                    rate(generated - 1, result.decode_seconds))
-                 .c_str(),
-             stderr);
+  std::fputs(
+      fmt::format("load {:.2f} s; prefill {} tokens, {:.1f} tokens/s; decode {} tokens, {:.1f} "
+                  "tokens/s\n",
+                  runtime->load_seconds(),
+                  requests[0].prompt.size(),
+                  rate(static_cast<int64_t>(requests[0].prompt.size()), result.prefill_seconds),
+                  generated,
+                  rate(generated - 1, result.decode_seconds))
+          .c_str(),
+      stderr);
   return {};
 }
 
@@ -137,7 +138,8 @@ void add_run(CLI::App& app, Action& action) {
   input->add_option("--chat", flags->chat, "A file with a chat-completions request body");
   auto* file = input->add_option("--input", flags->input, "JSON lines with 'tokens' or 'text'");
   input->require_option(1);
-  command->add_option("--output", flags->output, "JSON lines of results; - for stdout")->needs(file);
+  command->add_option("--output", flags->output, "JSON lines of results; - for stdout")
+      ->needs(file);
   file->needs(command->get_option("--output"));
   command->add_option("-n,--tokens", flags->tokens, "Tokens to generate")
       ->check(CLI::Range(int64_t{1}, int64_t{1} << 20))

@@ -42,7 +42,8 @@ void RunFlags::add_to(CLI::App& app) {
   app.add_option("--spec", spec, "Speculation: off or dspark")
       ->check(CLI::IsMember({"off", "dspark"}))
       ->capture_default_str();
-  app.add_option("--dump", dump_dir, "Write intermediate values of each request into this directory");
+  app.add_option(
+      "--dump", dump_dir, "Write intermediate values of each request into this directory");
   app.add_option("--force", force_dir, "Use router choices and selections of a dump");
 }
 
@@ -75,7 +76,8 @@ std::unique_ptr<engine::DumpObserver> make_observer(const RunFlags& flags) {
 void SamplingFlags::add_to(CLI::App& app) {
   app.add_option("--temperature", params.temperature, "0: always the best token")
       ->capture_default_str();
-  app.add_option("--top-p", params.top_p, "Keep the best tokens of this mass")->capture_default_str();
+  app.add_option("--top-p", params.top_p, "Keep the best tokens of this mass")
+      ->capture_default_str();
   app.add_option("--top-k", params.top_k, "Keep the best k tokens; 0: all")->capture_default_str();
   app.add_option("--min-p", params.min_p, "Drop tokens below this share of the best")
       ->capture_default_str();
@@ -97,7 +99,8 @@ Result<engine::SamplingParams> SamplingFlags::resolve() const {
     const bool good =
         equals != std::string::npos &&
         std::from_chars(text.data(), text.data() + equals, id).ptr == text.data() + equals &&
-        std::from_chars(text.data() + equals + 1, end, value).ptr == end && equals + 1 < text.size();
+        std::from_chars(text.data() + equals + 1, end, value).ptr == end &&
+        equals + 1 < text.size();
     if (!good) {
       return invalid("--logit-bias '{}' is not ID=VALUE", text);
     }

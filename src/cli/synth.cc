@@ -75,10 +75,10 @@ Status synth(const SynthFlags& flags) {
       config, flags.out, {.seed = flags.seed, .tokenizer_json = std::move(tokenizer)}, pool));
   const model::Accounting sizes = model::account(config);
   std::fputs(fmt::format("{}: {} tensors, {:.1f} MB, {:.4g} M parameters\n",
-                    flags.out,
-                    sizes.tensors,
-                    static_cast<double>(sizes.total_bytes) * 1e-6,
-                    static_cast<double>(sizes.parameters.total) * 1e-6)
+                         flags.out,
+                         sizes.tensors,
+                         static_cast<double>(sizes.total_bytes) * 1e-6,
+                         static_cast<double>(sizes.parameters.total) * 1e-6)
                  .c_str(),
              stderr);
   return {};

@@ -10,12 +10,13 @@ namespace cachalot::engine {
 namespace {
 
 float element(const TensorView& view, int64_t i) {
-  return view.dtype == DType::kBF16 ? static_cast<float>(view.as<bf16>()[i])
-                                    : view.as<float>()[i];
+  return view.dtype == DType::kBF16 ? static_cast<float>(view.as<bf16>()[i]) : view.as<float>()[i];
 }
 
 // Dumps hold F32, I32 and U8.
-DType dump_dtype(DType dtype) { return dtype == DType::kBF16 ? DType::kF32 : dtype; }
+DType dump_dtype(DType dtype) {
+  return dtype == DType::kBF16 ? DType::kF32 : dtype;
+}
 
 }  // namespace
 
@@ -30,8 +31,9 @@ Status DumpObserver::begin(int64_t index) {
   fault_ = {};
   file_.reset();
   if (!prescribed_dir_.empty()) {
-    CACHALOT_TRY(io::SafetensorsFile file,
-                 io::SafetensorsFile::open(fmt::format("{}/{}.safetensors", prescribed_dir_, index)));
+    CACHALOT_TRY(
+        io::SafetensorsFile file,
+        io::SafetensorsFile::open(fmt::format("{}/{}.safetensors", prescribed_dir_, index)));
     file_ = std::make_unique<io::SafetensorsFile>(std::move(file));
   }
   return {};
@@ -85,8 +87,8 @@ void DumpObserver::collect(const std::string& name, const TensorView& rows) {
     width *= rows.dim(axis);
   }
   for (int64_t row = 0; row < rows.dim(0); ++row) {
-    std::vector<uint8_t>& bytes = c.rows.emplace_back(
-        static_cast<size_t>(width * dtype_bytes(c.dtype)));
+    std::vector<uint8_t>& bytes =
+        c.rows.emplace_back(static_cast<size_t>(width * dtype_bytes(c.dtype)));
     if (rows.dtype == DType::kBF16) {
       for (int64_t i = 0; i < width; ++i) {
         const float value = element(rows, row * width + i);
@@ -123,10 +125,10 @@ bool DumpObserver::prescribe(const std::string& name, const TensorView& ids, int
       int32_t id = -1;
       if (i < source_width) {
         // A mapped tensor need not be aligned.
-        std::memcpy(&id,
-                    static_cast<const uint8_t*>(source->data) +
-                        ((first + row) * source_width + i) * 4,
-                    4);
+        std::memcpy(
+            &id,
+            static_cast<const uint8_t*>(source->data) + ((first + row) * source_width + i) * 4,
+            4);
       }
       ids.as<int32_t>()[row * width + i] = id;
     }

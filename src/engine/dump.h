@@ -1,7 +1,8 @@
 // Dumps of intermediate values, and their router choices and selections as prescribed ones.
 //
-// A dump is a directory with one file r.safetensors per request r; docs/numerics.md lists the tensors.
-// Prescribing (`--force`) reads `layers.L.experts` and `layers.L.selected` of the same files.
+// A dump is a directory with one file r.safetensors per request r; docs/numerics.md lists the
+// tensors. Prescribing (`--force`) reads `layers.L.experts` and `layers.L.selected` of the same
+// files.
 #pragma once
 
 #include <cstdint>
@@ -43,8 +44,8 @@ class DumpObserver : public model::Observer {
   };
 
   void collect(const std::string& name, const TensorView& rows);
-  // Replaces the rows of `ids` [n, k] i32 by those of the prescribed tensor from row `first` on; false
-  // if the file has no such tensor or it does not fit.
+  // Replaces the rows of `ids` [n, k] i32 by those of the prescribed tensor from row `first` on;
+  // false if the file has no such tensor or it does not fit.
   bool prescribe(const std::string& name, const TensorView& ids, int64_t first);
 
   std::string dump_dir_;

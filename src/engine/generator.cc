@@ -155,20 +155,19 @@ Result<std::vector<GenerateResult>> Generator::generate(
   CACHALOT_TRY(const std::unique_ptr<model::StepRunner> runner, runtime_.make_runner());
   std::vector<std::unique_ptr<Running>> running;
   size_t next = 0;
-  const auto limit =
-      observer != nullptr ? size_t{1} : static_cast<size_t>(options_.max_running);
+  const auto limit = observer != nullptr ? size_t{1} : static_cast<size_t>(options_.max_running);
   while (next < requests.size() || !running.empty()) {
     while (next < requests.size() && running.size() < limit) {
       const GenerateRequest& request = requests[next];
       CACHALOT_TRY(std::unique_ptr<kvcache::SequenceCache> cache, runtime_.make_cache());
       running.emplace_back(new Running{.index = next,
-                         .request = &request,
-                         .result = &results[next],
-                         .cache = std::move(cache),
-                         .sampler = Sampler(request.sampling),
-                         .detokenizer = text::Detokenizer(runtime_.tokenizer()),
-                         .stop = StopMatcher(request.stop),
-                         .started = now_seconds()});
+                                       .request = &request,
+                                       .result = &results[next],
+                                       .cache = std::move(cache),
+                                       .sampler = Sampler(request.sampling),
+                                       .detokenizer = text::Detokenizer(runtime_.tokenizer()),
+                                       .stop = StopMatcher(request.stop),
+                                       .started = now_seconds()});
       running.back()->sampler.see_prompt(request.prompt);
       if (observer != nullptr) {
         CACHALOT_RETURN_IF_ERROR(observer->begin(static_cast<int64_t>(next)));
@@ -199,10 +198,9 @@ Result<Generator::Score> Generator::score(const std::vector<int32_t>& tokens,
   for (int64_t begin = 0; begin < total; begin += options_.chunk) {
     const int64_t n = std::min(options_.chunk, total - begin);
     CACHALOT_RETURN_IF_ERROR(cache->reserve(begin + n));
-    const model::StepSequence sequence{
-        .view = &cache->view(),
-        .tokens = {tokens.data() + begin, static_cast<size_t>(n)},
-        .all_logits = true};
+    const model::StepSequence sequence{.view = &cache->view(),
+                                       .tokens = {tokens.data() + begin, static_cast<size_t>(n)},
+                                       .all_logits = true};
     CACHALOT_TRY(const TensorView logits, runner->run({&sequence, 1}, observer));
     visit_logits(observer, logits, begin);
     for (int64_t i = 0; i < n && begin + i + 1 < total; ++i) {

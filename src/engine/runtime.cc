@@ -42,9 +42,8 @@ Result<std::vector<int32_t>> engram_token_map(const text::Tokenizer& tokenizer,
     found = std::max<int64_t>(found, id + 1);
   }
   if (found != classes) {
-    return invalid("the tokenizer has {} Engram classes, engram_compressed_vocab_size is {}",
-                   found,
-                   classes);
+    return invalid(
+        "the tokenizer has {} Engram classes, engram_compressed_vocab_size is {}", found, classes);
   }
   return map;
 }
@@ -76,9 +75,8 @@ Result<std::unique_ptr<Runtime>> Runtime::open(const std::string& directory,
   std::vector<int32_t> classes;
   if (!config.engram_layer_ids.empty()) {
     CACHALOT_TRY(classes,
-                 engram_token_map(runtime->tokenizer_,
-                                  config.vocab_size,
-                                  config.engram_compressed_vocab_size)
+                 engram_token_map(
+                     runtime->tokenizer_, config.vocab_size, config.engram_compressed_vocab_size)
                      .with(directory + "/tokenizer.json"));
   }
   model::ModelWeights weights = runtime->checkpoint_.weights();
@@ -88,13 +86,11 @@ Result<std::unique_ptr<Runtime>> Runtime::open(const std::string& directory,
   }
   CACHALOT_TRY(runtime->model_, model::make_model(config, std::move(weights), std::move(classes)));
   runtime->layout_ = cache_layout(runtime->model_.config, options.page_tokens);
-  const int64_t max_pages =
-      options.max_cached_tokens > 0
-          ? (options.max_cached_tokens + runtime->layout_.page_tokens - 1) /
-                runtime->layout_.page_tokens
-          : std::numeric_limits<int64_t>::max();
-  runtime->pages_ =
-      std::make_unique<kvcache::PagePool>(
+  const int64_t max_pages = options.max_cached_tokens > 0
+                                ? (options.max_cached_tokens + runtime->layout_.page_tokens - 1) /
+                                      runtime->layout_.page_tokens
+                                : std::numeric_limits<int64_t>::max();
+  runtime->pages_ = std::make_unique<kvcache::PagePool>(
       *memory, std::max<int64_t>(runtime->layout_.page_bytes(), 1), max_pages);
   runtime->threads_ = std::make_unique<ThreadPool>(options.threads);
   runtime->load_seconds_ = now_seconds() - started;

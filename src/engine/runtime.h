@@ -28,15 +28,15 @@ struct RuntimeOptions {
   int threads = 0;  // 0: one per processor
   Mode mode = Mode::kExact;
   model::Precision precision = model::Precision::kOfficial;
-  int64_t page_tokens = 0;  // 0: 128, or 16 for models with a window below 64
+  int64_t page_tokens = 0;        // 0: 128, or 16 for models with a window below 64
   int64_t max_cached_tokens = 0;  // 0: bounded by memory alone
 };
 
 // The caches that a model's requests need.
 kvcache::CacheLayout cache_layout(const model::ModelConfig& config, int64_t page_tokens);
 
-// Engram's token map: the identity if every token is its own class, else derived from the tokenizer,
-// which must then have exactly `classes` classes.
+// Engram's token map: the identity if every token is its own class, else derived from the
+// tokenizer, which must then have exactly `classes` classes.
 Result<std::vector<int32_t>> engram_token_map(const text::Tokenizer& tokenizer,
                                               int64_t vocab_size,
                                               int64_t classes);

@@ -127,7 +127,8 @@ int32_t Sampler::sample(std::span<const float> logits) const {
     return std::min_element(candidates.begin(), candidates.end(), better)->id;
   }
   if (params_.top_k > 0 && params_.top_k < static_cast<int64_t>(candidates.size())) {
-    std::nth_element(candidates.begin(), candidates.begin() + params_.top_k, candidates.end(), better);
+    std::nth_element(
+        candidates.begin(), candidates.begin() + params_.top_k, candidates.end(), better);
     candidates.resize(static_cast<size_t>(params_.top_k));
   }
   double best = candidates[0].value;

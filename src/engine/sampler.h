@@ -16,9 +16,10 @@ struct SamplingParams {
   int64_t top_k = 0;         // keep the best k; 0: all
   float top_p = 1.0f;        // keep the smallest best set of at least this mass
   float min_p = 0.0f;        // drop tokens below min_p times the best probability
-  float repetition_penalty = 1.0f;  // divides (positive) or multiplies (negative) logits of seen ids
-  float frequency_penalty = 0.0f;   // subtracted per occurrence in the output
-  float presence_penalty = 0.0f;    // subtracted once per id in the output
+  float repetition_penalty =
+      1.0f;                        // divides (positive) or multiplies (negative) logits of seen ids
+  float frequency_penalty = 0.0f;  // subtracted per occurrence in the output
+  float presence_penalty = 0.0f;   // subtracted once per id in the output
   std::map<int32_t, float> logit_bias;
   uint64_t seed = 0;
 };
@@ -32,8 +33,8 @@ std::vector<float> log_softmax(std::span<const float> logits);
 // The `count` best (id, log-probability), best first; ties: the lower id.
 std::vector<std::pair<int32_t, float>> top_logprobs(std::span<const float> logprobs, int64_t count);
 
-// Draws tokens for one request. The draw for output position i depends on the seed, i and the logits
-// alone: not on other requests, and not on how often sample() ran before.
+// Draws tokens for one request. The draw for output position i depends on the seed, i and the
+// logits alone: not on other requests, and not on how often sample() ran before.
 class Sampler {
  public:
   explicit Sampler(SamplingParams params) : params_(std::move(params)) {}

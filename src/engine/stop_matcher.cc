@@ -37,6 +37,8 @@ std::string StopMatcher::push(std::string_view text) {
   return certain;
 }
 
-std::string StopMatcher::finish() { return stopped_ ? std::string() : std::exchange(held_, {}); }
+std::string StopMatcher::finish() {
+  return stopped_ ? std::string() : std::exchange(held_, {});
+}
 
 }  // namespace cachalot::engine

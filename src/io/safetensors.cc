@@ -276,8 +276,9 @@ Status check_ranges(std::vector<SafetensorsEntry>& entries,
                    shown(entry.name),
                    entry.begin,
                    entry.end,
-                   entry.begin < expected ? fmt::format("overlap the tensor that ends at {}", expected)
-                                          : fmt::format("leave a gap behind byte {}", expected));
+                   entry.begin < expected
+                       ? fmt::format("overlap the tensor that ends at {}", expected)
+                       : fmt::format("leave a gap behind byte {}", expected));
     }
     expected = entry.end;
   }

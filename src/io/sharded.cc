@@ -212,9 +212,9 @@ Result<ShardedTensors> ShardedTensors::open(const std::string& directory) {
     }
     if (tensor->shard != shard_of_file.at(entry.file)) {
       moved.add(fmt::format("{}: listed in '{}', found in '{}'",
-                       json_quote(entry.name),
-                       entry.file,
-                       shard_path(*tensor)));
+                            json_quote(entry.name),
+                            entry.file,
+                            shard_path(*tensor)));
     }
     ++tensor;
   }
@@ -266,9 +266,9 @@ Status write_shard_index(const std::string& directory,
       fmt::format("{{\n  \"metadata\": {{\"total_size\": {}}},\n  \"weight_map\": {{", total_size);
   for (size_t i = 0; i < entries.size(); ++i) {
     text += fmt::format("{}\n    {}: {}",
-                   i == 0 ? "" : ",",
-                   json_quote(entries[i].name),
-                   json_quote(entries[i].file));
+                        i == 0 ? "" : ",",
+                        json_quote(entries[i].name),
+                        json_quote(entries[i].file));
   }
   text += "\n  }\n}\n";
   return write_file(directory + "/" + kIndexName, text);

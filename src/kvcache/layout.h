@@ -6,17 +6,18 @@
 
 namespace cachalot::kvcache {
 
-// Bytes and rows of every cache kind of one model, filled in from its config by whoever binds the two.
+// Bytes and rows of every cache kind of one model, filled in from its config by whoever binds the
+// two.
 struct CacheLayout {
-  int64_t layers = 0;            // backbone layers, each with a window ring
-  int64_t window = 0;            // slots of a ring
+  int64_t layers = 0;  // backbone layers, each with a window ring
+  int64_t window = 0;  // slots of a ring
   int64_t window_row_bytes = 0;
   int64_t main_row_bytes = 0;
   int64_t index_row_bytes = 0;
-  std::vector<int64_t> ratios;   // compression ratio of every KV source
-  int64_t compressed_dim = 0;    // channels of an open group's kv and gate
-  int64_t lookback = 0;          // Engram classes kept, N - 1 (0 without Engram)
-  int64_t page_tokens = 128;     // positions per page of the global cache; a multiple of every ratio
+  std::vector<int64_t> ratios;  // compression ratio of every KV source
+  int64_t compressed_dim = 0;   // channels of an open group's kv and gate
+  int64_t lookback = 0;         // Engram classes kept, N - 1 (0 without Engram)
+  int64_t page_tokens = 128;    // positions per page of the global cache; a multiple of every ratio
 
   bool operator==(const CacheLayout&) const = default;
 

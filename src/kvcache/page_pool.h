@@ -9,8 +9,8 @@
 
 namespace cachalot::kvcache {
 
-// Hands out pages of `page_bytes` of a backend's memory and takes them back; at most `max_pages` exist
-// at once. Not thread-safe: one owner.
+// Hands out pages of `page_bytes` of a backend's memory and takes them back; at most `max_pages`
+// exist at once. Not thread-safe: one owner.
 class PagePool {
  public:
   PagePool(ops::Memory& memory, int64_t page_bytes, int64_t max_pages);

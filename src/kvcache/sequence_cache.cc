@@ -25,9 +25,12 @@ struct RecordHeader {
 };
 
 uint64_t layout_hash(const CacheLayout& layout) {
-  std::vector<int64_t> numbers = {layout.layers,          layout.window,
-                                  layout.window_row_bytes, layout.main_row_bytes,
-                                  layout.index_row_bytes, layout.compressed_dim,
+  std::vector<int64_t> numbers = {layout.layers,
+                                  layout.window,
+                                  layout.window_row_bytes,
+                                  layout.main_row_bytes,
+                                  layout.index_row_bytes,
+                                  layout.compressed_dim,
                                   layout.lookback};
   numbers.insert(numbers.end(), layout.ratios.begin(), layout.ratios.end());
   return XXH3_64bits(numbers.data(), numbers.size() * sizeof(int64_t));
@@ -67,7 +70,9 @@ Result<std::unique_ptr<SequenceCache>> SequenceCache::create(const CacheLayout& 
   return cache;
 }
 
-SequenceCache::~SequenceCache() { clear(); }
+SequenceCache::~SequenceCache() {
+  clear();
+}
 
 void SequenceCache::clear() {
   for (uint8_t* page : pages_) {

@@ -15,7 +15,8 @@
 namespace cachalot::kvcache {
 
 // A page holds, for every KV source in turn, the main rows and then the index rows of page_tokens
-// positions. Pages, rings and open groups lie in the pool's memory. The pool must outlive the cache.
+// positions. Pages, rings and open groups lie in the pool's memory. The pool must outlive the
+// cache.
 class SequenceCache {
  public:
   // kResourceExhausted if there is no memory for the window rings.
@@ -43,8 +44,8 @@ class SequenceCache {
  private:
   SequenceCache(const CacheLayout& layout, PagePool& pool) : layout_(layout), pool_(pool) {}
   void bind_pages();
-  // Calls visit(memory, bytes) for everything that a record holds behind its header and look-back, in
-  // order; stops at the first error.
+  // Calls visit(memory, bytes) for everything that a record holds behind its header and look-back,
+  // in order; stops at the first error.
   template <class Visit>
   Status for_each_part(int64_t length, const Visit& visit) const;
 

@@ -109,11 +109,11 @@ Invalid scan(const TensorView& view, int64_t begin, int64_t end) {
 
 std::string to_string(const ValueFault& fault) {
   return fmt::format("{}: element {} is {} ({} such element{})",
-                fault.tensor,
-                fault.element,
-                fault.what,
-                fault.count,
-                fault.count == 1 ? "" : "s");
+                     fault.tensor,
+                     fault.element,
+                     fault.what,
+                     fault.count,
+                     fault.count == 1 ? "" : "s");
 }
 
 Result<Checkpoint> Checkpoint::open(const std::string& directory, Values values) {
@@ -164,11 +164,11 @@ Status Checkpoint::check_tensors() const {
       const TensorView& view = tensor->view;
       if (view.dtype != stored.dtype || view.shape != stored.shape) {
         wrong.add(fmt::format("{} is {} {} instead of {} {}",
-                         stored.name,
-                         dtype_name(view.dtype),
-                         to_string(view.shape),
-                         dtype_name(stored.dtype),
-                         to_string(stored.shape)));
+                              stored.name,
+                              dtype_name(view.dtype),
+                              to_string(view.shape),
+                              dtype_name(stored.dtype),
+                              to_string(stored.shape)));
       }
     }
   }

@@ -218,7 +218,8 @@ Status read_value(const json& value, const std::string& where, std::vector<int64
   }
   std::vector<int64_t> list;
   for (size_t i = 0; i < value.size(); ++i) {
-    CACHALOT_RETURN_IF_ERROR(read_value(value[i], fmt::format("{}[{}]", where, i), list.emplace_back()));
+    CACHALOT_RETURN_IF_ERROR(
+        read_value(value[i], fmt::format("{}[{}]", where, i), list.emplace_back()));
   }
   out = std::move(list);
   return {};
@@ -524,7 +525,7 @@ std::string config_to_json(const ModelConfig& config) {
     write_fields(rope, kRopeNumbers, config.rope_scaling);
     write_fields(rope, kRopeIntegers, config.rope_scaling);
   }
-  if (config.vision.num_hidden_layers > 0) {
+  if (config.vision != VisionConfig{}) {
     ordered_json& vision = document["vision_config"];
     vision["model_type"] = "deepseek_v41_vision";
     write_fields(vision, kVisionIntegers, config.vision);

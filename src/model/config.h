@@ -1,8 +1,8 @@
 // The numbers that define a model of the DeepSeek-V4.1 architecture.
 //
 // Two spellings are read: the official nested config.json (text_config, vision_config,
-// quantization_config) and the flat inference/config.json. A config that passed validate() is trusted
-// by all later code.
+// quantization_config) and the flat inference/config.json. A config that passed validate() is
+// trusted by all later code.
 #pragma once
 
 #include <cstdint>
@@ -112,11 +112,12 @@ struct ModelConfig {
 // Reads either spelling. `source` names the text in errors. The result is validated.
 Result<ModelConfig> parse_config(std::string_view json, const std::string& source);
 
-// Every rule that later code relies on (positive extents, divisibility, schedule, source order, width
-// multiples of 32, sane upper bounds). The error names the key and the value.
+// Every rule that later code relies on (positive extents, divisibility, schedule, source order,
+// width multiples of 32, sane upper bounds). The error names the key and the value.
 Status validate(const ModelConfig& config);
 
-// Recomputes engram_num_embeddings from the other engram fields; an error if those are out of bounds.
+// Recomputes engram_num_embeddings from the other engram fields; an error if those are out of
+// bounds.
 Status derive_engram_rows(ModelConfig& config);
 
 // The nested official spelling, readable by parse_config().
@@ -126,10 +127,10 @@ std::string config_to_json(const ModelConfig& config);
 // names. Every preset is valid.
 Result<ModelConfig> preset_config(std::string_view name);
 
-// Applies "key=value" to a config by its official key: integers, numbers, and lists as "[1, 2]"; nested
-// keys as "rope_scaling.factor" and "vision_config.hidden_size". An engram key also recomputes
-// engram_num_embeddings. Not validated: several settings may be needed before the config is consistent
-// again.
+// Applies "key=value" to a config by its official key: integers, numbers, and lists as "[1, 2]";
+// nested keys as "rope_scaling.factor" and "vision_config.hidden_size". An engram key also
+// recomputes engram_num_embeddings. Not validated: several settings may be needed before the config
+// is consistent again.
 Status set_config_value(ModelConfig& config, std::string_view assignment);
 
 }  // namespace cachalot::model

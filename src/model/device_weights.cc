@@ -73,7 +73,9 @@ std::vector<TensorView*> all_views(ModelWeights& weights) {
   return views;
 }
 
-int64_t aligned(int64_t bytes) { return (bytes + kAlign - 1) / kAlign * kAlign; }
+int64_t aligned(int64_t bytes) {
+  return (bytes + kAlign - 1) / kAlign * kAlign;
+}
 
 }  // namespace
 

@@ -1,12 +1,12 @@
 // The architecture, written once.
 //
-// A forward pass is a template over an execution policy E. InferExec (infer_exec.h) runs each op over
-// the caches of a step; a training policy can record the same calls on a tape. Nothing here knows
-// which. The members that E must have are exactly the calls below; their tensors are E::Var, and the
-// letters in comments are those of ops/ops.h.
+// A forward pass is a template over an execution policy E. InferExec (infer_exec.h) runs each op
+// over the caches of a step; a training policy can record the same calls on a tape. Nothing here
+// knows which. The members that E must have are exactly the calls below; their tensors are E::Var,
+// and the letters in comments are those of ops/ops.h.
 //
-// Hyper-connections delay the application of a sublayer's output: hc_site() of the next site expands
-// it into the streams while it reads them anyway. `Stream` is what flows from site to site.
+// Hyper-connections delay the application of a sublayer's output: hc_site() of the next site
+// expands it into the streams while it reads them anyway. `Stream` is what flows from site to site.
 #pragma once
 
 #include <cstdint>
@@ -73,9 +73,9 @@ typename E::Var attention(E& e,
                           const AttentionWeights& w,
                           typename E::Var u,
                           Published<typename E::Var>& published) {
-  const auto [t, kv] = e.linear_pair(u, w.wq_a, w.wkv);                  // [T, q_lora], [T, K]
+  const auto [t, kv] = e.linear_pair(u, w.wq_a, w.wkv);  // [T, q_lora], [T, K]
   const auto [r, window] = e.qkv_finish(layer, t, w.q_norm, kv, w.kv_norm);
-  const auto q = e.linear(r, w.wq_b);                                    // [T, H K]
+  const auto q = e.linear(r, w.wq_b);  // [T, H K]
   if (layer.mode == LayerMode::kFull) {
     compress(e, layer, w, u);
   }

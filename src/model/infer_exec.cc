@@ -133,9 +133,8 @@ void InferExec::bind_caches(StepArrays& arrays) {
       }
       open.push_back(view.open_group);
     }
-    sources_.push_back({arrays.add(main.data(), s),
-                        arrays.add(index.data(), s),
-                        arrays.add(open.data(), s)});
+    sources_.push_back(
+        {arrays.add(main.data(), s), arrays.add(index.data(), s), arrays.add(open.data(), s)});
   }
 }
 
@@ -226,7 +225,9 @@ void InferExec::observe_stream(const LayerSpec& layer, const char* what, StreamV
   }
 }
 
-void InferExec::observe_engram(const LayerSpec& layer, Var& x) { observe(layer, "engram", x); }
+void InferExec::observe_engram(const LayerSpec& layer, Var& x) {
+  observe(layer, "engram", x);
+}
 void InferExec::observe_attention_input(const LayerSpec& layer, const Var& u) {
   observe(layer, "attn_in", u);
 }
@@ -253,7 +254,9 @@ TensorView InferExec::embed(const ops::Weight& weight) {
   return x;
 }
 
-TensorView InferExec::first_pre() { return first_pre_; }
+TensorView InferExec::first_pre() {
+  return first_pre_;
+}
 
 TensorView InferExec::linear(Var x, const ops::Weight& w) {
   const Var y = make(act_, {x.dim(0), w.out});
@@ -324,32 +327,28 @@ Site<TensorView> InferExec::hc_site(const StreamVar& stream,
                      .comb = make(DType::kF32, {t, m, m}),
                      .u = make(act_, {t, c.hidden_size})};
   if (!failed()) {
-    run(ops::hc_site(
-        ctx_,
-        {.x = stream.x,
-         .pending = {stream.pending.y, stream.pending.post, stream.pending.comb},
-         .pre = stream.pre,
-         .fn = w.fn,
-         .base = w.base,
-         .scale = w.scale,
-         .norm = norm,
-         .rms_eps = static_cast<float>(c.rms_norm_eps),
-         .hc_eps = static_cast<float>(c.hc_eps),
-         .sinkhorn_iters = static_cast<int>(c.hc_sinkhorn_iters),
-         .x_out = site.x,
-         .pre_out = site.pre,
-         .post_out = site.post,
-         .comb_out = site.comb,
-         .u = site.u}));
+    run(ops::hc_site(ctx_,
+                     {.x = stream.x,
+                      .pending = {stream.pending.y, stream.pending.post, stream.pending.comb},
+                      .pre = stream.pre,
+                      .fn = w.fn,
+                      .base = w.base,
+                      .scale = w.scale,
+                      .norm = norm,
+                      .rms_eps = static_cast<float>(c.rms_norm_eps),
+                      .hc_eps = static_cast<float>(c.hc_eps),
+                      .sinkhorn_iters = static_cast<int>(c.hc_sinkhorn_iters),
+                      .x_out = site.x,
+                      .pre_out = site.pre,
+                      .post_out = site.post,
+                      .comb_out = site.comb,
+                      .u = site.u}));
   }
   return site;
 }
 
-std::pair<TensorView, TensorView> InferExec::qkv_finish(const LayerSpec& layer,
-                                                        Var t,
-                                                        const TensorView& q_norm,
-                                                        Var kv,
-                                                        const TensorView& kv_norm) {
+std::pair<TensorView, TensorView> InferExec::qkv_finish(
+    const LayerSpec& layer, Var t, const TensorView& q_norm, Var kv, const TensorView& kv_norm) {
   const Var r = make(act_, t.shape);
   const Var fresh = make(DType::kU8, {t.dim(0), quant::window_row_bytes(kv.dim(1))});
   if (!failed()) {
@@ -397,8 +396,7 @@ void InferExec::compress_store(const LayerSpec& layer,
                                Var key,
                                const TensorView& k_norm) {
   const RatioPlan& ratio = ratios_.at(layer.ratio);
-  const SourceTables& source =
-      sources_[static_cast<size_t>(model_.source_slot(layer.index))];
+  const SourceTables& source = sources_[static_cast<size_t>(model_.source_slot(layer.index))];
   if (!failed()) {
     run(ops::compress_store(ctx_,
                             {.groups = ratio.groups,
@@ -420,7 +418,7 @@ void InferExec::compress_store(const LayerSpec& layer,
 // The rows that the closing groups appended, gathered from the pages.
 void InferExec::observe_entries(const LayerSpec& layer,
                                 const char* what,
-                                ops::PagedRows ops::SourceView::*rows) {
+                                ops::PagedRows ops::SourceView::* rows) {
   const auto source = static_cast<size_t>(model_.source_slot(layer.index));
   const auto rows_of = [&](int32_t s) -> const ops::PagedRows& {
     return sequences_[static_cast<size_t>(s)].view->sources[source].*rows;
@@ -436,16 +434,14 @@ void InferExec::observe_entries(const LayerSpec& layer,
                      bytes,
                      ctx_.stream));
   }
-  observer_->visit(name(layer, what),
-                   TensorView(memory.data(), DType::kU8, {count, bytes}),
-                   observed_rows());
+  observer_->visit(
+      name(layer, what), TensorView(memory.data(), DType::kU8, {count, bytes}), observed_rows());
 }
 
 void InferExec::index_select(const LayerSpec& layer, Var q, Var w, Published<Var>& published) {
   const ModelConfig& c = model_.config;
   const int64_t entries = most_entries(layer.ratio);
-  const SourceTables& source =
-      sources_[static_cast<size_t>(model_.source_slot(layer.kv_source))];
+  const SourceTables& source = sources_[static_cast<size_t>(model_.source_slot(layer.kv_source))];
   ops::IndexSelectArgs args{
       .rows = rows_,
       .ratio = layer.ratio,
@@ -456,8 +452,7 @@ void InferExec::index_select(const LayerSpec& layer, Var q, Var w, Published<Var
       .candidate_block = c.candidate_block_size,
       .selected = make(DType::kI32, {plan_.rows, std::min(c.index_topk, entries)})};
   if (layer.publishes_candidates) {
-    const int64_t blocks =
-        (entries + c.candidate_block_size - 1) / c.candidate_block_size;
+    const int64_t blocks = (entries + c.candidate_block_size - 1) / c.candidate_block_size;
     args.candidates_out =
         make(DType::kI32, {plan_.rows, std::min(c.candidate_topk_blocks, blocks)});
   } else if (layer.candidate_source >= 0) {
@@ -473,11 +468,8 @@ void InferExec::index_select(const LayerSpec& layer, Var q, Var w, Published<Var
   published.selected = args.selected;
 }
 
-TensorView InferExec::attend(const LayerSpec& layer,
-                             Var q,
-                             Var window,
-                             const TensorView& sink,
-                             Var selected) {
+TensorView InferExec::attend(
+    const LayerSpec& layer, Var q, Var window, const TensorView& sink, Var selected) {
   if (layer.ratio > 0 && observer_ != nullptr) {
     observe(layer, "selected", selected);
     check_ids(layer, "selected", selected, [&](int64_t row) {
@@ -590,19 +582,17 @@ TensorView InferExec::engram_inject(Var x, Var kv, const EngramWeights& w) {
 TensorView InferExec::head(const StreamVar& stream,
                            const TensorView& norm,
                            const ops::Weight& weight) {
-  const Var logits =
-      make(DType::kF32, {static_cast<int64_t>(plan_.logit_rows.size()), weight.out});
+  const Var logits = make(DType::kF32, {static_cast<int64_t>(plan_.logit_rows.size()), weight.out});
   if (!failed()) {
-    run(ops::head(
-        ctx_,
-        {.select = logit_rows_,
-         .x = stream.x,
-         .pending = {stream.pending.y, stream.pending.post, stream.pending.comb},
-         .pre = stream.pre,
-         .norm = norm,
-         .rms_eps = static_cast<float>(model_.config.rms_norm_eps),
-         .weight = weight,
-         .logits = logits}));
+    run(ops::head(ctx_,
+                  {.select = logit_rows_,
+                   .x = stream.x,
+                   .pending = {stream.pending.y, stream.pending.post, stream.pending.comb},
+                   .pre = stream.pre,
+                   .norm = norm,
+                   .rms_eps = static_cast<float>(model_.config.rms_norm_eps),
+                   .weight = weight,
+                   .logits = logits}));
   }
   return logits;
 }

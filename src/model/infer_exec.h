@@ -1,4 +1,5 @@
-// InferExec: the execution policy that runs each op of forward() at once, over the caches of a step.
+// InferExec: the execution policy that runs each op of forward() at once, over the caches of a
+// step.
 #pragma once
 
 #include <array>
@@ -84,11 +85,8 @@ class InferExec {
   std::pair<Var, Var> linear_pair(Var x, const ops::Weight& a, const ops::Weight& b);
   void hc_expand(StreamVar& stream);
   SiteVar hc_site(const StreamVar& stream, const HcWeights& w, const TensorView& norm);
-  std::pair<Var, Var> qkv_finish(const LayerSpec& layer,
-                                 Var t,
-                                 const TensorView& q_norm,
-                                 Var kv,
-                                 const TensorView& kv_norm);
+  std::pair<Var, Var> qkv_finish(
+      const LayerSpec& layer, Var t, const TensorView& q_norm, Var kv, const TensorView& kv_norm);
   Var compress_pool(const LayerSpec& layer, Var kv, Var gate, const TensorView& norm);
   void compress_store(const LayerSpec& layer, Var latent, Var key, const TensorView& k_norm);
   void index_select(const LayerSpec& layer, Var q, Var w, Published<Var>& published);
@@ -143,7 +141,7 @@ class InferExec {
   void observe(const std::string& full_name, const Var& rows);
   void observe_entries(const LayerSpec& layer,
                        const char* what,
-                       ops::PagedRows ops::SourceView::*rows);
+                       ops::PagedRows ops::SourceView::* rows);
   void observe_stream(const LayerSpec& layer, const char* what, StreamVar& stream);
   void check_ids(const LayerSpec& layer,
                  const char* what,

@@ -14,10 +14,10 @@ namespace cachalot::model {
 struct Model {
   ModelConfig config;
   std::vector<LayerSpec> layers;
-  ModelWeights weights;                   // views; the checkpoint must outlive the model
-  std::vector<EngramConstants> engram;    // per Engram layer
-  std::vector<int32_t> token_class;       // [V] Engram class of each token; empty without Engram
-  std::vector<float> window_frequency;    // [R/2]
+  ModelWeights weights;                     // views; the checkpoint must outlive the model
+  std::vector<EngramConstants> engram;      // per Engram layer
+  std::vector<int32_t> token_class;         // [V] Engram class of each token; empty without Engram
+  std::vector<float> window_frequency;      // [R/2]
   std::vector<float> compressed_frequency;  // [R/2]
 
   // Position of a layer among kv_source_layer_ids, or -1.

@@ -22,10 +22,15 @@ class Observer {
   // A named tensor in host memory, before anything reads it: T rows, or the entries that this step
   // appended ("layers.2.main_codes"). Names are those of the dump format. The observer may replace
   // the ids of "layers.L.selected".
-  virtual void visit(const std::string& name, const TensorView& rows, const ObservedRows& where) = 0;
+  virtual void visit(const std::string& name,
+                     const TensorView& rows,
+                     const ObservedRows& where) = 0;
 
-  // Fills `experts` [T, k] i32 with the router choices to use in a layer; false: none are prescribed.
-  virtual bool forced_experts(int64_t layer, const TensorView& experts, const ObservedRows& where) = 0;
+  // Fills `experts` [T, k] i32 with the router choices to use in a layer; false: none are
+  // prescribed.
+  virtual bool forced_experts(int64_t layer,
+                              const TensorView& experts,
+                              const ObservedRows& where) = 0;
 };
 
 }  // namespace cachalot::model

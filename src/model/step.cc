@@ -164,10 +164,9 @@ Status StepRunner::commit(std::span<const int32_t> accepted) {
   const TensorView counts = arrays.add(std::vector<int32_t>(accepted.begin(), accepted.end()));
   CACHALOT_RETURN_IF_ERROR(arrays.flush());
   for (const LayerSpec& layer : s.model.layers) {
-    CACHALOT_RETURN_IF_ERROR(ops::window_commit(s.context,
-                                                {.rows = s.exec->step_rows(),
-                                                 .window = s.exec->window(layer.index),
-                                                 .accepted = counts}));
+    CACHALOT_RETURN_IF_ERROR(ops::window_commit(
+        s.context,
+        {.rows = s.exec->step_rows(), .window = s.exec->window(layer.index), .accepted = counts}));
   }
   for (size_t i = 0; i < s.sequences.size(); ++i) {
     ops::SequenceView& view = *s.sequences[i].view;
@@ -183,8 +182,8 @@ Status StepRunner::commit(std::span<const int32_t> accepted) {
         const int64_t c = input.kv.dim(1);
         float* open = view.sources[static_cast<size_t>(source)].open_group;
         for (const TensorView* rows : {&input.kv, &input.gate}) {
-          CACHALOT_RETURN_IF_ERROR(s.device.copy(
-              open, rows->as<float>() + last_row * c, c * 4, s.context.stream));
+          CACHALOT_RETURN_IF_ERROR(
+              s.device.copy(open, rows->as<float>() + last_row * c, c * 4, s.context.stream));
           open += c;
         }
       }

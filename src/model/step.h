@@ -21,18 +21,18 @@ enum class Precision : uint8_t {
 
 // One request's share of a step.
 struct StepSequence {
-  ops::SequenceView* view = nullptr;     // rows from view->length on are new
-  std::span<const int32_t> tokens;       // ids in [0, V), at least one
-  std::span<const uint8_t> image;        // 1: row of an image span; empty: none are
-  bool all_logits = false;               // logits of every row, else of the last one only
-  bool no_logits = false;                // none (a prefill chunk before the last)
+  ops::SequenceView* view = nullptr;  // rows from view->length on are new
+  std::span<const int32_t> tokens;    // ids in [0, V), at least one
+  std::span<const uint8_t> image;     // 1: row of an image span; empty: none are
+  bool all_logits = false;            // logits of every row, else of the last one only
+  bool no_logits = false;             // none (a prefill chunk before the last)
 };
 
 // Runs steps over one execution context. Not thread-safe; one step at a time.
 class StepRunner {
  public:
-  // `context` names the backend; scratch is made here. On a device the memory of a step is bounded by
-  // kDeviceStepBytes. Errors: no device, no memory.
+  // `context` names the backend; scratch is made here. On a device the memory of a step is bounded
+  // by kDeviceStepBytes. Errors: no device, no memory.
   static Result<std::unique_ptr<StepRunner>> create(const Model& model,
                                                     ops::OpContext context,
                                                     Precision precision);
@@ -40,11 +40,12 @@ class StepRunner {
 
   // Runs the step and leaves every sequence's view as it was, except for compressed rows behind
   // `length`, which the next step may overwrite. Returns the logits [N, V] f32, in sequence and row
-  // order, in host memory; they stay valid until the next run(). Tokens outside of the vocabulary are an error.
+  // order, in host memory; they stay valid until the next run(). Tokens outside of the vocabulary
+  // are an error.
   Result<TensorView> run(std::span<const StepSequence> sequences, Observer* observer = nullptr);
 
-  // Makes the first accepted[s] rows of the last step part of sequence s: window rings, open groups,
-  // look-back and length. Fewer than were run: the rest never happened.
+  // Makes the first accepted[s] rows of the last step part of sequence s: window rings, open
+  // groups, look-back and length. Fewer than were run: the rest never happened.
   Status commit(std::span<const int32_t> accepted);
 
  private:

@@ -98,7 +98,10 @@ class Walk {
     }
     for (const LayerSpec& layer : schedule) {
       if (layer.engram >= 0) {
-        at(++shard_, WeightPart::kBackbone, layer.index, fmt::format("layers.{}.engram.", layer.index));
+        at(++shard_,
+           WeightPart::kBackbone,
+           layer.index,
+           fmt::format("layers.{}.engram.", layer.index));
         engram(weights_.layers[static_cast<size_t>(layer.index)].engram,
                c_.engram_num_embeddings[static_cast<size_t>(layer.engram)]);
       }
@@ -202,9 +205,18 @@ class Walk {
            WeightRole::kHcFn,
            gain(1, 1, m * c_.hidden_size),
            &hc.fn);
-    vector(fmt::format("hc_{}_base", site), {rows}, DType::kF32, WeightRole::kHcBase, kHcBase, &hc.base);
-    vector(
-        fmt::format("hc_{}_scale", site), {3}, DType::kF32, WeightRole::kHcScale, {0.5, 0.1}, &hc.scale);
+    vector(fmt::format("hc_{}_base", site),
+           {rows},
+           DType::kF32,
+           WeightRole::kHcBase,
+           kHcBase,
+           &hc.base);
+    vector(fmt::format("hc_{}_scale", site),
+           {3},
+           DType::kF32,
+           WeightRole::kHcScale,
+           {0.5, 0.1},
+           &hc.scale);
   }
 
   void attention(AttentionWeights& attn) {
@@ -424,8 +436,12 @@ class Walk {
           WeightRole::kVision,
           gain(input, output, in),
           nullptr);
-    vector(
-        fmt::format("{}.bias", stem), {out}, DType::kBF16, WeightRole::kVisionBias, {0, kBias}, nullptr);
+    vector(fmt::format("{}.bias", stem),
+           {out},
+           DType::kBF16,
+           WeightRole::kVisionBias,
+           {0, kBias},
+           nullptr);
   }
 
   const ModelConfig& c_;

@@ -105,22 +105,22 @@ struct EngramWeights {
 };
 
 struct MoeWeights {
-  ops::Weight gate;                    // [E, D]
-  TensorView bias;                     // [E] f32: text tokens
-  TensorView bias_vl;                  // [E] f32: image-span tokens
+  ops::Weight gate;                      // [E, D]
+  TensorView bias;                       // [E] f32: text tokens
+  TensorView bias_vl;                    // [E] f32: image-span tokens
   std::vector<ops::ExpertView> experts;  // E routed experts
   std::vector<ops::ExpertView> shared;   // n_shared_experts of them (0 or 1)
 };
 
 struct AttentionWeights {
-  ops::Weight wq_a;          // [q_lora, D]
-  TensorView q_norm;         // [q_lora]
-  ops::Weight wq_b;          // [H K, q_lora]
-  ops::Weight wkv;           // [K, D]
-  TensorView kv_norm;        // [K]
-  TensorView sink;           // [H] f32
-  ops::Weight wo_a;          // [groups * o_lora, H K / groups]
-  ops::Weight wo_b;          // [D, groups * o_lora]
+  ops::Weight wq_a;              // [q_lora, D]
+  TensorView q_norm;             // [q_lora]
+  ops::Weight wq_b;              // [H K, q_lora]
+  ops::Weight wkv;               // [K, D]
+  TensorView kv_norm;            // [K]
+  TensorView sink;               // [H] f32
+  ops::Weight wo_a;              // [groups * o_lora, H K / groups]
+  ops::Weight wo_b;              // [D, groups * o_lora]
   CompressorWeights compressor;  // KV sources only
   IndexerWeights indexer;        // index sources only
 };

@@ -10,7 +10,9 @@
 
 namespace cachalot::ops::internal {
 
-inline bool is_act(DType dtype) { return dtype == DType::kBF16 || dtype == DType::kF32; }
+inline bool is_act(DType dtype) {
+  return dtype == DType::kBF16 || dtype == DType::kF32;
+}
 
 // Collects the first fault of an op's args.
 class ArgCheck {

@@ -21,8 +21,7 @@ struct PagedRows {
 #ifdef __CUDACC__
   __host__ __device__
 #endif
-      uint8_t*
-      row(int64_t i) const {
+      uint8_t* row(int64_t i) const {
     return pages[i / page_rows] + (i % page_rows) * row_bytes;
   }
 };
@@ -38,14 +37,15 @@ struct StepRows {
   TensorView is_image;    // [T] u8: 1 for the rows of an image span
 };
 
-// The window rows that a layer's queries see. Positions >= start[s] are rows of this step (`fresh`);
-// older ones lie in the sequence's ring at slot position % window. A step leaves the ring unchanged:
-// window_commit() moves accepted rows into it, so a rejected draft needs no rollback.
+// The window rows that a layer's queries see. Positions >= start[s] are rows of this step
+// (`fresh`); older ones lie in the sequence's ring at slot position % window. A step leaves the
+// ring unchanged: window_commit() moves accepted rows into it, so a rejected draft needs no
+// rollback.
 struct WindowView {
-  int64_t window = 0;              // W: a query at p sees positions max(floor, p - W + 1) .. p
+  int64_t window = 0;               // W: a query at p sees positions max(floor, p - W + 1) .. p
   uint8_t* const* rings = nullptr;  // [S] -> [W, row_bytes]
-  TensorView fresh;                // [T, row_bytes] u8
-  TensorView floor;                // [S] i32: first visible position (0 unless a replay clamps it)
+  TensorView fresh;                 // [T, row_bytes] u8
+  TensorView floor;                 // [S] i32: first visible position (0 unless a replay clamps it)
 };
 
 // The groups that close in this step at one compression ratio, in row order. Group g of ratio r
@@ -59,8 +59,8 @@ struct GroupRows {
 };
 
 // One request's caches as the forward pass sees them. Pages, rings and open groups lie in the
-// backend's memory, the page tables of `main` and `index` on the host. All of it belongs to whoever runs
-// the model.
+// backend's memory, the page tables of `main` and `index` on the host. All of it belongs to whoever
+// runs the model.
 struct SourceView {
   PagedRows main;               // compressed rows, one per entry
   PagedRows index;              // index keys, one per entry
@@ -68,9 +68,9 @@ struct SourceView {
   float* open_group = nullptr;  // ratio 2: [2, C] kv and gate of the unpaired token
 };
 struct SequenceView {
-  int64_t length = 0;                // positions whose effects are in the caches
-  std::vector<uint8_t*> rings;       // per backbone layer: [W, window row bytes]
-  std::vector<SourceView> sources;   // per KV source layer
+  int64_t length = 0;               // positions whose effects are in the caches
+  std::vector<uint8_t*> rings;      // per backbone layer: [W, window row bytes]
+  std::vector<SourceView> sources;  // per KV source layer
   // Engram classes of the last N - 1 positions, oldest first; -1: before the start, or an image.
   std::vector<int32_t> lookback;
 };

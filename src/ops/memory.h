@@ -26,8 +26,8 @@ class Memory {
   virtual Status copy(void* target, const void* source, int64_t bytes, void* stream) = 0;
 };
 
-// The memory that a backend's ops work on. kUnavailable if its device is not there, kUnimplemented if
-// the build lacks it.
+// The memory that a backend's ops work on. kUnavailable if its device is not there, kUnimplemented
+// if the build lacks it.
 Result<Memory*> backend_memory(Backend backend);
 
 // Of the CUDA device 0; defined with the CUDA backend, or by its absence.

@@ -15,7 +15,7 @@ constexpr auto kParam = {DType::kBF16, DType::kF32};
 template <class Args>
 Status dispatch(OpContext& ctx,
                 std::string_view op,
-                const std::vector<Kernel<Args>> KernelSet::*member,
+                const std::vector<Kernel<Args>> KernelSet::* member,
                 const Args& args) {
   for (const Kernel<Args>& kernel : kernels(ctx.backend).*member) {
     if (kernel.supports == nullptr || kernel.supports(args)) {
@@ -240,9 +240,8 @@ Status window_commit(OpContext& ctx, const WindowCommitArgs& args) {
       .tensor("fresh", args.window.fresh, {DType::kU8}, {args.rows.rows, args.window.fresh.dim(1)})
       .that(args.window.window >= 1 && args.window.rings != nullptr, "a window");
   CACHALOT_RETURN_IF_ERROR(check.status());
-  return args.rows.rows == 0
-             ? Status()
-             : dispatch(ctx, "window_commit", &KernelSet::window_commit, args);
+  return args.rows.rows == 0 ? Status()
+                             : dispatch(ctx, "window_commit", &KernelSet::window_commit, args);
 }
 
 Status gate(OpContext& ctx, const GateArgs& args) {

@@ -1,18 +1,19 @@
 // The ops of the text forward: one op is about one kernel of the paper.
 //
-// Each op is an args struct of views plus a function. The function checks device, dtypes and extents
-// once, returns early on empty work, chooses a kernel of the context's backend (registry.h) and runs
-// it. Errors: kInvalidArgument for args that contradict each other, kUnimplemented if the backend has
-// no kernel for them.
+// Each op is an args struct of views plus a function. The function checks device, dtypes and
+// extents once, returns early on empty work, chooses a kernel of the context's backend (registry.h)
+// and runs it. Errors: kInvalidArgument for args that contradict each other, kUnimplemented if the
+// backend has no kernel for them.
 //
 // Activations ("act") are BF16 in precision `official` and F32 in `f32`; the dtype decides where
-// values are rounded: a BF16 output is rounded once, when it is stored, and a linear over FP8 or FP4
-// weights quantizes a BF16 input to FP8 blocks but takes an F32 input as it is. Cache rows are
-// quantized in both. Accumulation is FP32 (double in ref) in an order that depends on the row alone:
-// never on the other rows of the step, their number, or the number of threads.
+// values are rounded: a BF16 output is rounded once, when it is stored, and a linear over FP8 or
+// FP4 weights quantizes a BF16 input to FP8 blocks but takes an F32 input as it is. Cache rows are
+// quantized in both. Accumulation is FP32 (double in ref) in an order that depends on the row
+// alone: never on the other rows of the step, their number, or the number of threads.
 //
-// Letters: T rows, S sequences, D hidden, M streams, H heads, K head dim, R rotary dims (the last R of
-// a head), C = K compressed dim, HI/DI index heads and their dim, E experts, F expert width, V vocab.
+// Letters: T rows, S sequences, D hidden, M streams, H heads, K head dim, R rotary dims (the last R
+// of a head), C = K compressed dim, HI/DI index heads and their dim, E experts, F expert width, V
+// vocab.
 #pragma once
 
 #include <span>
@@ -59,15 +60,15 @@ struct HcExpandArgs {
 // One hyper-connection site: expands the pending output, predicts this site's coefficients from the
 // expanded streams, collapses them with the *previous* site's `pre`, and normalizes. --------------
 struct HcSiteArgs {
-  TensorView x;         // [T, M, D] act
-  Pending pending;      // may be empty
-  TensorView pre;       // [T, M] f32: predicted by the previous site
-  TensorView fn;        // [(2 + M) M, M D] f32
-  TensorView base;      // [(2 + M) M] f32
-  TensorView scale;     // [3] f32: pre, post, comb
-  TensorView norm;      // [D] bf16|f32
-  float rms_eps = 0;    // of both RMS statistics
-  float hc_eps = 0;     // of the coefficients
+  TensorView x;       // [T, M, D] act
+  Pending pending;    // may be empty
+  TensorView pre;     // [T, M] f32: predicted by the previous site
+  TensorView fn;      // [(2 + M) M, M D] f32
+  TensorView base;    // [(2 + M) M] f32
+  TensorView scale;   // [3] f32: pre, post, comb
+  TensorView norm;    // [D] bf16|f32
+  float rms_eps = 0;  // of both RMS statistics
+  float hc_eps = 0;   // of the coefficients
   int sinkhorn_iters = 0;
   TensorView x_out;     // out [T, M, D] act: the expanded streams; equals x if nothing is pending
   TensorView pre_out;   // out [T, M] f32
@@ -100,22 +101,23 @@ struct QkvFinishArgs {
   TensorView kv_norm;  // [K]
   TensorView rope;     // [T, R/2, 2] f32
   float rms_eps = 0;
-  TensorView r;        // out [T, q_lora] act
-  TensorView fresh;    // out [T, window_row_bytes(K)] u8
+  TensorView r;      // out [T, q_lora] act
+  TensorView fresh;  // out [T, window_row_bytes(K)] u8
 };
 [[nodiscard]] Status qkv_finish(OpContext& ctx, const QkvFinishArgs& args);
 
-// Pools each closing group to its latent: softmax over the group's gates per channel (ratio 2) or the
-// row itself (ratio 1), then RMSNorm. Rows before the step come from the open group. --------------
+// Pools each closing group to its latent: softmax over the group's gates per channel (ratio 2) or
+// the row itself (ratio 1), then RMSNorm. Rows before the step come from the open group.
+// --------------
 struct CompressPoolArgs {
   GroupRows groups;
   StepRows rows;
-  TensorView kv;               // [T, C] f32 (ratio 2), act (ratio 1)
-  TensorView gate;             // [T, C] f32 (ratio 2); empty (ratio 1)
+  TensorView kv;                       // [T, C] f32 (ratio 2), act (ratio 1)
+  TensorView gate;                     // [T, C] f32 (ratio 2); empty (ratio 1)
   const float* const* open = nullptr;  // ratio 2: [S] -> [2, C]: kv and gate of the unpaired token
-  TensorView norm;             // [C]
+  TensorView norm;                     // [C]
   float rms_eps = 0;
-  TensorView latent;           // out [G, C] act
+  TensorView latent;  // out [G, C] act
 };
 [[nodiscard]] Status compress_pool(OpContext& ctx, const CompressPoolArgs& args);
 
@@ -133,8 +135,9 @@ struct CompressStoreArgs {
 };
 [[nodiscard]] Status compress_store(OpContext& ctx, const CompressStoreArgs& args);
 
-// Index scores S[p, j] = sum_h w_h relu(q_h . k_j) * DI^-1/2 HI^-1/2 in FP32 over the visible entries
-// (those with (j + 1) ratio <= p + 1), then the best k. Ties: the lower entry wins; -0 equals +0. --
+// Index scores S[p, j] = sum_h w_h relu(q_h . k_j) * DI^-1/2 HI^-1/2 in FP32 over the visible
+// entries (those with (j + 1) ratio <= p + 1), then the best k. Ties: the lower entry wins; -0
+// equals +0. --
 struct IndexSelectArgs {
   StepRows rows;
   int64_t ratio = 1;
@@ -156,9 +159,10 @@ struct IndexSelectArgs {
 [[nodiscard]] Status index_select(OpContext& ctx, const IndexSelectArgs& args);
 
 // Attention of every head over the window and the selected entries, with RoPE on q, a sink in the
-// denominator, and the inverse rotation on the output. K = V = the cached row. ---------------------
-// Official rounding (act = BF16): keys in blocks of 64 (window ascending, then entries ascending), the
-// unnormalized probabilities rounded to BF16 against the running maximum, the denominator in FP32.
+// denominator, and the inverse rotation on the output. K = V = the cached row.
+// --------------------- Official rounding (act = BF16): keys in blocks of 64 (window ascending,
+// then entries ascending), the unnormalized probabilities rounded to BF16 against the running
+// maximum, the denominator in FP32.
 struct AttendArgs {
   StepRows rows;
   TensorView q;     // [T, H * K] act, not rotated
@@ -171,7 +175,8 @@ struct AttendArgs {
 };
 [[nodiscard]] Status attend(OpContext& ctx, const AttendArgs& args);
 
-// Moves the first accepted[s] fresh rows of every sequence into its ring. --------------------------
+// Moves the first accepted[s] fresh rows of every sequence into its ring.
+// --------------------------
 struct WindowCommitArgs {
   StepRows rows;
   WindowView window;
@@ -179,8 +184,9 @@ struct WindowCommitArgs {
 };
 [[nodiscard]] Status window_commit(OpContext& ctx, const WindowCommitArgs& args);
 
-// Router: scores = sqrt(softplus(x Wg^T / temp)); the best k of scores + bias (bias_vl for image rows;
-// ties: the lower id), ascending; weights = score / (sum of the chosen + 1e-20) * scale. -----------
+// Router: scores = sqrt(softplus(x Wg^T / temp)); the best k of scores + bias (bias_vl for image
+// rows; ties: the lower id), ascending; weights = score / (sum of the chosen + 1e-20) * scale.
+// -----------
 struct GateArgs {
   StepRows rows;       // is_image
   TensorView x;        // [T, D] act
@@ -195,28 +201,30 @@ struct GateArgs {
 };
 [[nodiscard]] Status gate(OpContext& ctx, const GateArgs& args);
 
-// Routed and shared experts: SwiGLU with up clamped to +-limit and gate clamped from above; a routed
-// expert multiplies by its weight before w2. Routed outputs (rounded to act) are summed in FP32 in
-// ascending expert order, the shared output is added, one rounding at the end. ---------------------
+// Routed and shared experts: SwiGLU with up clamped to +-limit and gate clamped from above; a
+// routed expert multiplies by its weight before w2. Routed outputs (rounded to act) are summed in
+// FP32 in ascending expert order, the shared output is added, one rounding at the end.
+// ---------------------
 struct ExpertView {
   Weight w1;  // gate [F, D]
   Weight w3;  // up [F, D]
   Weight w2;  // down [D, F]
 };
 struct ExpertsArgs {
-  TensorView x;        // [T, D] act
-  TensorView experts;  // [T, k] i32 ascending
-  TensorView weights;  // [T, k] f32
+  TensorView x;                        // [T, D] act
+  TensorView experts;                  // [T, k] i32 ascending
+  TensorView weights;                  // [T, k] f32
   std::span<const ExpertView> routed;  // E
   std::span<const ExpertView> shared;  // 0 or 1
   float limit = 0;
-  TensorView y;        // out [T, D] act
+  TensorView y;  // out [T, D] act
 };
 [[nodiscard]] Status experts(OpContext& ctx, const ExpertsArgs& args);
 
-// Engram rows: hashes of the last n-grams of class ids. --------------------------------------------
-// classes holds, for each sequence, N - 1 look-back classes and then its rows' classes; a blocked
-// position (before the start, or in an image span) has class -1 and blocks everything behind it.
+// Engram rows: hashes of the last n-grams of class ids.
+// -------------------------------------------- classes holds, for each sequence, N - 1 look-back
+// classes and then its rows' classes; a blocked position (before the start, or in an image span)
+// has class -1 and blocks everything behind it.
 struct EngramHashArgs {
   StepRows rows;
   TensorView classes;     // [T + S (N - 1)] i32: sequence s starts at row_begin[s] + s (N - 1)
@@ -224,7 +232,7 @@ struct EngramHashArgs {
   TensorView prime;       // [N - 1, heads] i64
   TensorView offset;      // [N - 1, heads] i64
   int32_t blocked_class = 0;
-  TensorView ids;         // out [T, (N - 1) heads] i32
+  TensorView ids;  // out [T, (N - 1) heads] i32
 };
 [[nodiscard]] Status engram_hash(OpContext& ctx, const EngramHashArgs& args);
 
@@ -235,7 +243,8 @@ struct EngramGatherArgs {
 };
 [[nodiscard]] Status engram_gather(OpContext& ctx, const EngramGatherArgs& args);
 
-// x_i += gate_i value; gate_i = sigmoid(signed_sqrt(rms(x_i) . rms(key_i))), 0 in image spans. ------
+// x_i += gate_i value; gate_i = sigmoid(signed_sqrt(rms(x_i) . rms(key_i))), 0 in image spans.
+// ------
 struct EngramInjectArgs {
   StepRows rows;
   TensorView x;         // [T, M, D] act
@@ -243,11 +252,12 @@ struct EngramInjectArgs {
   TensorView q_weight;  // [M, D]
   TensorView k_weight;  // [M, D]
   float rms_eps = 0;
-  TensorView out;       // out [T, M, D] act; may alias x
+  TensorView out;  // out [T, M, D] act; may alias x
 };
 [[nodiscard]] Status engram_inject(OpContext& ctx, const EngramInjectArgs& args);
 
-// Logits of chosen rows: expand, collapse with `pre`, norm, x W^T in FP32. -------------------------
+// Logits of chosen rows: expand, collapse with `pre`, norm, x W^T in FP32.
+// -------------------------
 struct HeadArgs {
   TensorView select;  // [N] i32 rows of x
   TensorView x;       // [T, M, D] act

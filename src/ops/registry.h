@@ -1,7 +1,7 @@
 // The kernel table: per op, the kernels of every backend, in order of preference.
 //
-// Backends export their kernels as one struct of entry lists; nothing registers itself. An op runs the
-// first entry of the context's backend whose `supports` accepts the args.
+// Backends export their kernels as one struct of entry lists; nothing registers itself. An op runs
+// the first entry of the context's backend whose `supports` accepts the args.
 #pragma once
 
 #include <string>

@@ -22,7 +22,9 @@ struct Weight {
 
   bool empty() const { return values.empty(); }
   // A linear quantizes its input to FP8 blocks if its weight is stored in a block format.
-  bool quantizes_input() const { return format == WeightFormat::kFp8Block || format == WeightFormat::kFp4Row; }
+  bool quantizes_input() const {
+    return format == WeightFormat::kFp8Block || format == WeightFormat::kFp4Row;
+  }
 };
 
 }  // namespace cachalot::ops

@@ -43,7 +43,9 @@ void decode_e2m1(const uint8_t* codes, int64_t begin, int64_t end, float scale, 
 }
 
 // A NaN scale byte decodes to NaN, whatever the codes.
-float e8m0_scale(uint8_t byte) { return byte == 255 ? std::nanf("") : e8m0_decode(byte); }
+float e8m0_scale(uint8_t byte) {
+  return byte == 255 ? std::nanf("") : e8m0_decode(byte);
+}
 
 }  // namespace
 
@@ -103,15 +105,21 @@ void fp8_dequantize(const uint8_t* codes, const uint8_t* scales, int64_t n, floa
 
 void fp4_index_dequantize(const uint8_t* codes, const uint8_t* scales, int64_t n, float* x) {
   for (int64_t begin = 0; begin < n; begin += kFp4IndexBlock) {
-    decode_e2m1(codes, begin, std::min(n, begin + kFp4IndexBlock),
-                e8m0_scale(scales[begin / kFp4IndexBlock]), x);
+    decode_e2m1(codes,
+                begin,
+                std::min(n, begin + kFp4IndexBlock),
+                e8m0_scale(scales[begin / kFp4IndexBlock]),
+                x);
   }
 }
 
 void fp4_main_dequantize(const uint8_t* codes, const uint8_t* scales, int64_t n, float* x) {
   for (int64_t begin = 0; begin < n; begin += kFp4MainBlock) {
-    decode_e2m1(codes, begin, std::min(n, begin + kFp4MainBlock),
-                e4m3_decode(scales[begin / kFp4MainBlock]), x);
+    decode_e2m1(codes,
+                begin,
+                std::min(n, begin + kFp4MainBlock),
+                e4m3_decode(scales[begin / kFp4MainBlock]),
+                x);
   }
 }
 

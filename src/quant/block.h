@@ -1,9 +1,10 @@
 // The three block quantizers of the model function, and the rows that the caches hold.
 //
 //   quantizer   block  amax floor  scale                                   then
-//   fp8         32     1e-4        ceil-pow2(amax * FP32(1/448)), E8M0     clamp(x/scale, +-448) -> E4M3
-//   fp4_index   32     6 * 2^-126  ceil-pow2(amax * FP32(1/6)), E8M0       clamp(x/scale, +-6) -> E2M1
-//   fp4_main    16     6 * 2^-9    E4M3(amax / 6)                          clamp(x/scale, +-6) -> E2M1
+//   fp8         32     1e-4        ceil-pow2(amax * FP32(1/448)), E8M0     clamp(x/scale, +-448) ->
+//   E4M3 fp4_index   32     6 * 2^-126  ceil-pow2(amax * FP32(1/6)), E8M0       clamp(x/scale, +-6)
+//   -> E2M1 fp4_main    16     6 * 2^-9    E4M3(amax / 6)                          clamp(x/scale,
+//   +-6) -> E2M1
 //
 // Source: official reference, kernel.py (activation and cache quantizers). Divisions are true FP32
 // divisions: a reciprocal moves exact ties. A last short block is quantized alone. Non-finite input
@@ -25,7 +26,9 @@ constexpr int64_t kFp8Block = 32;
 constexpr int64_t kFp4IndexBlock = 32;
 constexpr int64_t kFp4MainBlock = 16;
 
-constexpr int64_t blocks(int64_t n, int64_t block) { return (n + block - 1) / block; }
+constexpr int64_t blocks(int64_t n, int64_t block) {
+  return (n + block - 1) / block;
+}
 
 // codes: n bytes; scales: blocks(n, 32) bytes.
 void fp8_quantize(const float* x, int64_t n, uint8_t* codes, uint8_t* scales);
@@ -38,9 +41,15 @@ void fp8_dequantize(const uint8_t* codes, const uint8_t* scales, int64_t n, floa
 void fp4_index_dequantize(const uint8_t* codes, const uint8_t* scales, int64_t n, float* x);
 void fp4_main_dequantize(const uint8_t* codes, const uint8_t* scales, int64_t n, float* x);
 
-constexpr int64_t window_row_bytes(int64_t n) { return n + blocks(n, kFp8Block); }
-constexpr int64_t main_row_bytes(int64_t n) { return (n + 1) / 2 + blocks(n, kFp4MainBlock); }
-constexpr int64_t index_row_bytes(int64_t n) { return (n + 1) / 2 + blocks(n, kFp4IndexBlock); }
+constexpr int64_t window_row_bytes(int64_t n) {
+  return n + blocks(n, kFp8Block);
+}
+constexpr int64_t main_row_bytes(int64_t n) {
+  return (n + 1) / 2 + blocks(n, kFp4MainBlock);
+}
+constexpr int64_t index_row_bytes(int64_t n) {
+  return (n + 1) / 2 + blocks(n, kFp4IndexBlock);
+}
 
 inline void window_row_encode(const float* x, int64_t n, uint8_t* row) {
   fp8_quantize(x, n, row, row + n);

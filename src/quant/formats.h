@@ -3,8 +3,9 @@
 // E4M3 (OCP "fn"): sign, 4 exponent bits (bias 7), 3 mantissa bits; max 448; NaN = 0x7F and 0xFF.
 // E2M1: codes 0..7 = {0, .5, 1, 1.5, 2, 3, 4, 6}, bit 3 = sign.
 // E8M0: byte b stands for 2^(b - 127); 255 is NaN.
-// Encoding rounds to nearest, ties to even, saturates, and keeps the sign of zero. A NaN input encodes
-// to NaN in E4M3; E2M1 has no NaN, so callers must not pass one (the quantizers of block.h refuse).
+// Encoding rounds to nearest, ties to even, saturates, and keeps the sign of zero. A NaN input
+// encodes to NaN in E4M3; E2M1 has no NaN, so callers must not pass one (the quantizers of block.h
+// refuse).
 #pragma once
 
 #include <bit>
@@ -66,7 +67,8 @@ inline uint8_t e2m1_encode(float value) {
   return static_cast<uint8_t>(sign | code);
 }
 
-// The E8M0 byte of the smallest power of two that is >= t, for t > 0. The byte is clamped to [0, 254].
+// The E8M0 byte of the smallest power of two that is >= t, for t > 0. The byte is clamped to [0,
+// 254].
 inline uint8_t e8m0_ceil(float t) {
   const uint32_t bits = std::bit_cast<uint32_t>(t);
   const uint32_t byte = (bits >> 23) + ((bits & 0x7FFFFF) != 0 ? 1 : 0);

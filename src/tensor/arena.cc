@@ -21,8 +21,8 @@ void Arena::Free::operator()(uint8_t* memory) const {
 
 Arena::Arena(void* memory, int64_t bytes, Device device) : block_bytes_(0), device_(device) {
   CACHALOT_CHECK(reinterpret_cast<uintptr_t>(memory) % kAlign == 0, bytes);
-  blocks_.push_back({std::unique_ptr<uint8_t[], Free>(static_cast<uint8_t*>(memory), Free{false}),
-                     bytes});
+  blocks_.push_back(
+      {std::unique_ptr<uint8_t[], Free>(static_cast<uint8_t*>(memory), Free{false}), bytes});
 }
 
 bool Arena::fits(int64_t bytes) const {

@@ -9,9 +9,9 @@
 
 namespace cachalot {
 
-// Memory is 64-byte aligned and stays valid until reset() or until the mark is released. An arena of
-// host memory grows when a step needs more than any step before; an arena over a given block, of host
-// or device memory, does not grow: allocating more than fits() is a broken invariant.
+// Memory is 64-byte aligned and stays valid until reset() or until the mark is released. An arena
+// of host memory grows when a step needs more than any step before; an arena over a given block, of
+// host or device memory, does not grow: allocating more than fits() is a broken invariant.
 class Arena {
  public:
   explicit Arena(int64_t block_bytes = int64_t{1} << 22) : block_bytes_(block_bytes) {}

@@ -58,6 +58,8 @@ struct bf16 {
 };
 
 // `value` rounded to the nearest BF16, as a float.
-inline float round_bf16(float value) { return static_cast<float>(bf16(value)); }
+inline float round_bf16(float value) {
+  return static_cast<float>(bf16(value));
+}
 
 }  // namespace cachalot

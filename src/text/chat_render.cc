@@ -346,10 +346,10 @@ class Renderer {
       control(kSystemToken);
     }
     if (i == 0 && request_.thinking) {
-      plain(
-          fmt::format("Reasoning Effort: {} (range 1-100, the higher the value, the more thorough the "
-                 "reasoning)\n\n",
-                 request_.effort));
+      plain(fmt::format(
+          "Reasoning Effort: {} (range 1-100, the higher the value, the more thorough the "
+          "reasoning)\n\n",
+          request_.effort));
     }
     switch (m.role) {
       case Role::kSystem:

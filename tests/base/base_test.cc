@@ -134,7 +134,8 @@ TEST(Utf8, AcceptsExactlyTheWellFormedSequences) {
   EXPECT_EQ(utf8_sequence_length("\xC2\x80"), 2);
   EXPECT_EQ(utf8_sequence_length("\xE0\xA0\x80"), 3);
   EXPECT_EQ(utf8_sequence_length("\xF4\x8F\xBF\xBF"), 4);
-  for (const char* bad : {"\x80", "\xC1\xBF", "\xE0\x9F\xBF", "\xF0\x8F\xBF\xBF", "\xF5\x80\x80\x80"}) {
+  for (const char* bad :
+       {"\x80", "\xC1\xBF", "\xE0\x9F\xBF", "\xF0\x8F\xBF\xBF", "\xF5\x80\x80\x80"}) {
     EXPECT_EQ(utf8_sequence_length(bad), 0);
   }
   EXPECT_EQ(utf8_sequence_length(""), 0);

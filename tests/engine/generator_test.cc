@@ -19,8 +19,11 @@ class EngineTest : public testing::Test {
     const auto config = model::preset_config("t1");
     ASSERT_TRUE(config.ok()) << config.error().message();
     ThreadPool pool(2);
-    const Status status = model::synthesize(
-        *config, directory_, {.seed = 4, .tokenizer_json = text::byte_level_tokenizer_json(512)}, pool);
+    const Status status =
+        model::synthesize(*config,
+                          directory_,
+                          {.seed = 4, .tokenizer_json = text::byte_level_tokenizer_json(512)},
+                          pool);
     ASSERT_TRUE(status.ok()) << status.message();
   }
   static void TearDownTestSuite() { std::filesystem::remove_all(directory_); }
@@ -81,7 +84,8 @@ TEST_F(EngineTest, A22_SaveAndRestoreAtEveryEdge) {
     step(*runner, *other, tokens(20, 5));
     ASSERT_TRUE(restored->restore(record).ok());
     for (int32_t token : next) {
-      EXPECT_EQ(step(*runner, *restored, {&token, 1}), step(*runner, *cache, {&token, 1})) << length;
+      EXPECT_EQ(step(*runner, *restored, {&token, 1}), step(*runner, *cache, {&token, 1}))
+          << length;
     }
     EXPECT_EQ(restored->save().value(), cache->save().value());
   }
@@ -149,7 +153,8 @@ TEST_F(EngineTest, A34_TokensOutsideOfTheVocabularyAreRefused) {
   EXPECT_EQ(runner->run({&sequence, 1}).error().code(), Code::kInvalidArgument);
 }
 
-// Image positions block Engram's look-back and route by their own bias: the mask changes the result.
+// Image positions block Engram's look-back and route by their own bias: the mask changes the
+// result.
 TEST_F(EngineTest, ImageRowsAreTreatedApart) {
   const auto runtime = open();
   const auto runner = make_runner(*runtime);
@@ -281,7 +286,8 @@ TEST_F(EngineTest, StopIdsStopStringsAndEos) {
 }
 
 TEST_F(EngineTest, UnavailableOptionsSaySo) {
-  EXPECT_EQ(Runtime::open(directory_, {.mode = Mode::kReplay}).error().code(), Code::kUnimplemented);
+  EXPECT_EQ(Runtime::open(directory_, {.mode = Mode::kReplay}).error().code(),
+            Code::kUnimplemented);
   EXPECT_EQ(Runtime::open("/nonexistent", {}).error().code(), Code::kNotFound);
 }
 

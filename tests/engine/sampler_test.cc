@@ -123,11 +123,16 @@ TEST(Sampler, PenaltiesAndBias) {
 TEST(SamplingParams, OutOfRangeValuesAreNamed) {
   const float nan = std::numeric_limits<float>::quiet_NaN();
   const std::pair<SamplingParams, const char*> cases[] = {
-      {{.temperature = -1}, "temperature"},     {{.temperature = nan}, "temperature"},
-      {{.top_k = -1}, "top_k"},                 {{.top_p = 0}, "top_p"},
-      {{.top_p = nan}, "top_p"},                {{.min_p = 2}, "min_p"},
-      {{.repetition_penalty = 0}, "repetition"}, {{.frequency_penalty = 3}, "frequency"},
-      {{.presence_penalty = -3}, "presence"},   {{.logit_bias = {{5, 1.0f}}}, "logit_bias"},
+      {{.temperature = -1}, "temperature"},
+      {{.temperature = nan}, "temperature"},
+      {{.top_k = -1}, "top_k"},
+      {{.top_p = 0}, "top_p"},
+      {{.top_p = nan}, "top_p"},
+      {{.min_p = 2}, "min_p"},
+      {{.repetition_penalty = 0}, "repetition"},
+      {{.frequency_penalty = 3}, "frequency"},
+      {{.presence_penalty = -3}, "presence"},
+      {{.logit_bias = {{5, 1.0f}}}, "logit_bias"},
       {{.logit_bias = {{0, 101.0f}}}, "logit_bias"}};
   for (const auto& [params, field] : cases) {
     const Status status = validate(params, 5);

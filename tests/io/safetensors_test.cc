@@ -36,7 +36,7 @@ std::string tensor(const std::string& name,
                    const std::string& dtype,
                    const std::string& shape,
                    const std::string& offsets) {
-  return format(
+  return fmt::format(
       R"("{}":{{"dtype":"{}","shape":{},"data_offsets":{}}})", name, dtype, shape, offsets);
 }
 

@@ -116,7 +116,7 @@ TEST_F(ShardedTest, WrongTotalSize) {
 TEST_F(ShardedTest, ShardNamesThatLeaveTheDirectory) {
   shard("x", {"a"});
   for (const char* name : {"../x", "/etc/passwd", "d/x", "..", ".", "", "a\\\\b", "x\\u0000"}) {
-    index(format(R"({{"weight_map":{{"a":"{}"}}}})", name));
+    index(fmt::format(R"({{"weight_map":{{"a":"{}"}}}})", name));
     expect_refused({"\"a\"", "not a plain file name"});
   }
 }

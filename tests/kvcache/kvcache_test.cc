@@ -8,7 +8,9 @@
 namespace cachalot::kvcache {
 namespace {
 
-ops::Memory& host_memory() { return **ops::backend_memory(ops::Backend::kRef); }
+ops::Memory& host_memory() {
+  return **ops::backend_memory(ops::Backend::kRef);
+}
 
 std::unique_ptr<SequenceCache> make(const CacheLayout& layout, PagePool& pool) {
   return std::move(SequenceCache::create(layout, pool).value());
@@ -77,7 +79,8 @@ TEST(SequenceCache, RowsDoNotOverlap) {
     mark = 1;
     for (size_t source = 0; source < 2; ++source) {
       for (int64_t i = 0; i < 40 / layout.ratios[source]; ++i) {
-        for (const ops::PagedRows* rows : {&view.sources[source].main, &view.sources[source].index}) {
+        for (const ops::PagedRows* rows :
+             {&view.sources[source].main, &view.sources[source].index}) {
           if (check) {
             EXPECT_EQ(rows->row(i)[0], mark);
             EXPECT_EQ(rows->row(i)[rows->row_bytes - 1], mark);

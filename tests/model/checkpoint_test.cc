@@ -215,7 +215,7 @@ TEST_P(BadValueTest, IsNamedByOpenAndVerify) {
             bad.bytes.end(),
             tensors[bad.tensor].bytes.begin() + static_cast<std::ptrdiff_t>(bad.byte));
   save(tensors);
-  const std::string expected = format("{}: {}", bad.tensor, bad.message);
+  const std::string expected = fmt::format("{}: {}", bad.tensor, bad.message);
   if (std::string_view(bad.tensor).find("engram.embed") == std::string_view::npos) {
     expect_refused({expected});
   } else {

@@ -227,6 +227,7 @@ const Edit kRefused[] = {
     {"RopeOdd", "/text_config/qk_rope_head_dim", "63", {"qk_rope_head_dim is 63"}},
     {"RopeAboveIndexHead", "/text_config/qk_rope_head_dim", "256", {"qk_rope_head_dim is 256"}},
     {"GroupsDoNotDivide", "/text_config/o_groups", "7", {"o_groups is 7", "64"}},
+    {"TooManyExperts", "/text_config/num_hidden_layers", "1000", {"n_routed_experts is 384"}},
     {"TooManyExpertsChosen",
      "/text_config/num_experts_per_tok",
      "385",

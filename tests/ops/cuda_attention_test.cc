@@ -22,18 +22,23 @@ using test::TestWindow;
 
 constexpr DType kActs[] = {DType::kF32, DType::kBF16};
 
-int32_t* ints(const Buffer& buffer) { return buffer.view().as<int32_t>(); }
+int32_t* ints(const Buffer& buffer) {
+  return buffer.view().as<int32_t>();
+}
 
 std::vector<uint8_t> row_bytes(const Buffer& all, int64_t row) {
   const auto size = static_cast<int64_t>(all.bytes.size()) / all.shape[0];
   return {all.bytes.begin() + row * size, all.bytes.begin() + (row + 1) * size};
 }
 
-double code_share(DType act) { return act == DType::kF32 ? test::kCodesF32 : test::kCodesBf16; }
+double code_share(DType act) {
+  return act == DType::kF32 ? test::kCodesF32 : test::kCodesBf16;
+}
 
 class CudaAttention : public test::CudaTest {};
 
-// Rows ----------------------------------------------------------------------------------------------
+// Rows
+// ----------------------------------------------------------------------------------------------
 
 struct QkvOutput {
   Buffer r, fresh;
@@ -64,8 +69,7 @@ TEST_F(CudaAttention, QkvFinish) {
   struct Case {
     int64_t t, q, k, half;
   };
-  for (const Case& c :
-       {Case{1, 64, 32, 4}, {5, 97, 64, 8}, {9, 128, 40, 16}, {3, 1280, 512, 32}}) {
+  for (const Case& c : {Case{1, 64, 32, 4}, {5, 97, 64, 8}, {9, 128, 40, 16}, {3, 1280, 512, 32}}) {
     for (DType act : kActs) {
       const Buffer t = random.activations(act, {c.t, c.q});
       const Buffer kv = random.activations(act, {c.t, c.k});
@@ -81,8 +85,8 @@ TEST_F(CudaAttention, QkvFinish) {
   }
 }
 
-// Rows of +-1 have an RMS of exactly 1 and no rotation is applied, so that the norm weight reaches the
-// quantizer unchanged: the codes must then be those of the reference, bit for bit.
+// Rows of +-1 have an RMS of exactly 1 and no rotation is applied, so that the norm weight reaches
+// the quantizer unchanged: the codes must then be those of the reference, bit for bit.
 TEST_F(CudaAttention, QuantizersAreExact) {
   Random random(2);
   const int64_t k = 512;
@@ -156,7 +160,8 @@ TEST_F(CudaAttention, WindowCommit) {
   }
 }
 
-// Compressor ----------------------------------------------------------------------------------------
+// Compressor
+// ----------------------------------------------------------------------------------------
 
 TEST_F(CudaAttention, Compressor) {
   for (int64_t ratio : {1, 2}) {
@@ -243,7 +248,8 @@ TEST_F(CudaAttention, Compressor) {
   }
 }
 
-// Index selection -----------------------------------------------------------------------------------
+// Index selection
+// -----------------------------------------------------------------------------------
 
 struct IndexInput {
   IndexInput(Random& random,
@@ -369,8 +375,8 @@ TEST_F(CudaAttention, IndexSelect) {
                 allowed_picks(act, in.step.count(), c.k));
       // A bound lets several blocks share a row; the selection is the same.
       Side side(Side::Kind::kCuda);
-      EXPECT_TRUE(same_bits(run_index(side, in, c.k, 0, 0, nullptr, 3100).selected,
-                            both.got.selected));
+      EXPECT_TRUE(
+          same_bits(run_index(side, in, c.k, 0, 0, nullptr, 3100).selected, both.got.selected));
     }
   }
 }
@@ -402,13 +408,8 @@ TEST_F(CudaAttention, IndexSelectPublishesAndConsumesCandidates) {
         EXPECT_NE(std::find(ids, ids + c.blocks, newest), ids + c.blocks);
       }
       const auto consumer = on_both([&](Side& side) {
-        return run_index(side,
-                         in,
-                         c.k,
-                         0,
-                         c.block,
-                         &source.want.candidates,
-                         side.cuda() ? bound : 0);
+        return run_index(
+            side, in, c.k, 0, c.block, &source.want.candidates, side.cuda() ? bound : 0);
       });
       EXPECT_LE(differing_picks(consumer.got.selected, consumer.want.selected),
                 allowed_picks(DType::kF32, in.step.count(), c.k));
@@ -440,7 +441,8 @@ TEST_F(CudaAttention, IndexSelectTies) {
   }
 }
 
-// Attention -----------------------------------------------------------------------------------------
+// Attention
+// -----------------------------------------------------------------------------------------
 
 struct AttendInput {
   AttendInput(Random& random,
@@ -474,7 +476,8 @@ struct AttendInput {
       std::copy(ids.begin(), ids.end(), ints(selected) + row * width);
     }
     for (size_t s = 0; s < step.specs().size(); ++s) {
-      for (int64_t e = 0; e < std::min(entries, step.specs()[s].start + step.specs()[s].rows); ++e) {
+      for (int64_t e = 0; e < std::min(entries, step.specs()[s].start + step.specs()[s].rows);
+           ++e) {
         const Buffer row = random.normals(DType::kBF16, {k}, 0.7);
         quant::main_row_encode(row.floats().data(), k, pages.views()[s].row(e));
       }
@@ -515,7 +518,13 @@ std::vector<AttendCase> attend_cases() {
       {{{.start = 0, .rows = 1}}, 3, 64, 8, 4, 8, 40},
       {{{.start = 5, .rows = 20}, {.start = 30, .rows = 2}}, 2, 48, 8, 6, 8, 60},
       {{{.start = 0, .rows = 3}, {.start = 200, .rows = 2}}, 16, 512, 32, 20, 128, 220},
-      {{{.start = 250, .rows = 1}, {.start = 70, .rows = 3, .floor = 60}}, 64, 512, 32, 70, 128, 260},
+      {{{.start = 250, .rows = 1}, {.start = 70, .rows = 3, .floor = 60}},
+       64,
+       512,
+       32,
+       70,
+       128,
+       260},
       {{{.start = 1100, .rows = 1}}, 16, 512, 32, 512, 128, 1110},
   };
 }
@@ -527,9 +536,8 @@ TEST_F(CudaAttention, Attend) {
       AttendInput in(random, c.specs, act, c.h, c.k, c.half, c.width, c.window, c.entries);
       for (bool with_main : {true, false}) {
         const auto both = on_both([&](Side& side) { return run_attend(side, in, with_main); });
-        EXPECT_TRUE(close(both.got,
-                          both.want,
-                          act == DType::kF32 ? test::kAttendF32 : test::kAttendBf16))
+        EXPECT_TRUE(
+            close(both.got, both.want, act == DType::kF32 ? test::kAttendF32 : test::kAttendBf16))
             << "h " << c.h << " k " << c.k << " main " << with_main;
       }
     }
@@ -552,7 +560,8 @@ TEST_F(CudaAttention, AttendIsBatchInvariant) {
     // Page orders differ; copy row by row below instead.
     few.pages.memory()[i] = 0xFF;
   }
-  const int64_t main_bytes = quant::main_row_bytes(512), window_bytes = quant::window_row_bytes(512);
+  const int64_t main_bytes = quant::main_row_bytes(512),
+                window_bytes = quant::window_row_bytes(512);
   for (int64_t e = 0; e < 80; ++e) {
     std::copy_n(many.pages.views()[0].row(e), main_bytes, few.pages.views()[0].row(e));
   }
@@ -582,7 +591,8 @@ TEST_F(CudaAttention, AttendIsBatchInvariant) {
 TEST_F(CudaAttention, AttendWithoutKeys) {
   Random random(23);
   for (int64_t k : {64, 512}) {
-    AttendInput in(random, {{.start = 9, .rows = 1, .floor = 50}}, DType::kBF16, 16, k, 8, 4, 8, 20);
+    AttendInput in(
+        random, {{.start = 9, .rows = 1, .floor = 50}}, DType::kBF16, 16, k, 8, 4, 8, 20);
     std::fill_n(ints(in.selected), 4, -1);
     Side side(Side::Kind::kCuda);
     const Buffer o = run_attend(side, in, true);

@@ -17,7 +17,9 @@ using test::WeightBuffer;
 
 constexpr DType kActs[] = {DType::kF32, DType::kBF16};
 
-int32_t* ints(const Buffer& buffer) { return buffer.view().as<int32_t>(); }
+int32_t* ints(const Buffer& buffer) {
+  return buffer.view().as<int32_t>();
+}
 
 std::vector<uint8_t> row_bytes(const Buffer& all, int64_t row) {
   const auto size = static_cast<int64_t>(all.bytes.size()) / all.shape[0];
@@ -47,26 +49,27 @@ Buffer run_linear(Side& side,
 
 TEST_F(CudaLinear, MatchesRefForEveryFormatAndIsBatchInvariant) {
   Random random(1);
-  constexpr WeightFormat kFormats[] = {WeightFormat::kF32,
-                                       WeightFormat::kBF16,
-                                       WeightFormat::kFp8Block,
-                                       WeightFormat::kFp4Row};
+  constexpr WeightFormat kFormats[] = {
+      WeightFormat::kF32, WeightFormat::kBF16, WeightFormat::kFp8Block, WeightFormat::kFp4Row};
   // Whole chunks take the tensor cores; the others do not.
-  const LinearCase cases[] = {
-      {256, 48, 1}, {512, 33, 1}, {1280, 64, 1}, {2304, 32, 1}, {256, 64, 2}, {96, 40, 1}, {40, 17, 1}};
+  const LinearCase cases[] = {{256, 48, 1},
+                              {512, 33, 1},
+                              {1280, 64, 1},
+                              {2304, 32, 1},
+                              {256, 64, 2},
+                              {96, 40, 1},
+                              {40, 17, 1}};
   for (WeightFormat format : kFormats) {
     for (const LinearCase& c : cases) {
-      const WeightBuffer w =
-          test::random_weight(random, format, c.out, c.in, 1 / std::sqrt(c.in));
+      const WeightBuffer w = test::random_weight(random, format, c.out, c.in, 1 / std::sqrt(c.in));
       for (DType act : kActs) {
         const Buffer x = random.activations(act, {37, c.groups * c.in});
         for (DType y_type : kActs) {
           if (y_type == DType::kBF16 && act == DType::kF32) {
             continue;
           }
-          const auto both = on_both([&](Side& side) {
-            return run_linear(side, x.view(), w, y_type, c.groups, true);
-          });
+          const auto both = on_both(
+              [&](Side& side) { return run_linear(side, x.view(), w, y_type, c.groups, true); });
           EXPECT_TRUE(close(both.got, both.want, test::dot_tolerance(y_type)))
               << "format " << static_cast<int>(format) << " in " << c.in;
           // Any number of rows gives a row the same bits.
@@ -87,9 +90,8 @@ TEST_F(CudaLinear, KeepsItsInputWhereAsked) {
   for (int64_t in : {256, 96}) {
     const WeightBuffer w = test::random_weight(random, WeightFormat::kFp8Block, 64, in, 0.05);
     const Buffer x = random.activations(DType::kBF16, {5, 2 * in});
-    const auto both = on_both([&](Side& side) {
-      return run_linear(side, x.view(), w, DType::kBF16, 2, false);
-    });
+    const auto both =
+        on_both([&](Side& side) { return run_linear(side, x.view(), w, DType::kBF16, 2, false); });
     EXPECT_TRUE(close(both.got, both.want, test::kDotBf16));
   }
 }
@@ -104,7 +106,8 @@ TEST_F(CudaLinear, SeveralTargetsOfMixedFormats) {
     Buffer a, b, c;
   };
   const auto both = on_both([&](Side& side) {
-    Output out{Buffer(DType::kBF16, {6, 96}), Buffer(DType::kBF16, {6, 32}), Buffer(DType::kF32, {6, 24})};
+    Output out{
+        Buffer(DType::kBF16, {6, 96}), Buffer(DType::kBF16, {6, 32}), Buffer(DType::kF32, {6, 24})};
     const Weight wa = side.weight(a), wb = side.weight(b), wc = side.weight(c);
     const LinearTarget targets[] = {
         {&wa, side.out(out.a)}, {&wb, side.out(out.b)}, {&wc, side.out(out.c)}};
@@ -142,7 +145,8 @@ TEST_F(CudaLinear, ReportsMissingScratch) {
   EXPECT_EQ(status.code(), Code::kResourceExhausted);
 }
 
-// Experts -------------------------------------------------------------------------------------------
+// Experts
+// -------------------------------------------------------------------------------------------
 
 struct ExpertsInput {
   ExpertsInput(Random& random,
@@ -173,8 +177,8 @@ struct ExpertsInput {
       std::vector<int32_t> chosen;
       while (static_cast<int64_t>(chosen.size()) < k) {
         // Low ids are popular: some experts get many tokens, some none.
-        const auto id = static_cast<int32_t>(
-            std::min(random.integer(0, experts), random.integer(0, experts)));
+        const auto id =
+            static_cast<int32_t>(std::min(random.integer(0, experts), random.integer(0, experts)));
         if (std::find(chosen.begin(), chosen.end(), id) == chosen.end()) {
           chosen.push_back(id);
         }
@@ -237,9 +241,8 @@ TEST_F(CudaLinear, Experts) {
     const ExpertsInput in(
         random, c.act, c.t, c.k, c.d, c.f, c.experts, c.routed, c.shared, c.with_shared);
     const auto both = on_both([&](Side& side) { return run_experts(side, in, 0, c.t); });
-    EXPECT_TRUE(close(both.got,
-                      both.want,
-                      c.act == DType::kF32 ? test::kExpertsF32 : test::kExpertsBf16))
+    EXPECT_TRUE(
+        close(both.got, both.want, c.act == DType::kF32 ? test::kExpertsF32 : test::kExpertsBf16))
         << "t " << c.t << " d " << c.d;
     for (int64_t count : {int64_t{1}, (c.t + 1) / 2}) {
       Side side(Side::Kind::kCuda);

@@ -17,7 +17,9 @@ using test::TestStep;
 
 constexpr DType kActs[] = {DType::kF32, DType::kBF16};
 
-int32_t* ints(const Buffer& buffer) { return buffer.view().as<int32_t>(); }
+int32_t* ints(const Buffer& buffer) {
+  return buffer.view().as<int32_t>();
+}
 
 class CudaStreams : public test::CudaTest {};
 
@@ -50,10 +52,9 @@ TEST_F(CudaStreams, Embed) {
         std::copy_n(ids, 4, ints(token));
         const auto both = on_both([&](Side& side) {
           Buffer x(act, {4, 3, d});
-          side.finish(embed(side.ctx(),
-                            {.token = side.in(token),
-                             .weight = side.weight(weight),
-                             .x = side.out(x)}));
+          side.finish(
+              embed(side.ctx(),
+                    {.token = side.in(token), .weight = side.weight(weight), .x = side.out(x)}));
           return x;
         });
         EXPECT_TRUE(same_bits(both.got, both.want));
@@ -71,9 +72,8 @@ TEST_F(CudaStreams, EmbedTakesForeignIdsAsZeros) {
   std::copy_n(ids, 3, ints(token));
   Side side(Side::Kind::kCuda);
   Buffer x(DType::kBF16, {3, 2, 64});
-  side.finish(embed(
-      side.ctx(),
-      {.token = side.in(token), .weight = side.weight(weight), .x = side.out(x)}));
+  side.finish(embed(side.ctx(),
+                    {.token = side.in(token), .weight = side.weight(weight), .x = side.out(x)}));
   for (int64_t i = 0; i < 2 * 2 * 64; ++i) {
     EXPECT_EQ(x.at(i), 0.0f);
   }
@@ -105,8 +105,7 @@ TEST_F(CudaStreams, HcExpand) {
       const auto both = on_both([&](Side& side) {
         Buffer out(act, in.x.shape);
         side.finish(hc_expand(
-            side.ctx(),
-            {.x = side.in(in.x), .pending = in.pending(side), .out = side.out(out)}));
+            side.ctx(), {.x = side.in(in.x), .pending = in.pending(side), .out = side.out(out)}));
         return out;
       });
       EXPECT_TRUE(close(both.got, both.want, test::row_tolerance(act)));
@@ -127,8 +126,12 @@ struct SiteWeights {
   Buffer fn, base, scale, norm;
 };
 
-SiteOutput run_site(
-    Side& side, const StreamInput& in, const SiteWeights& w, bool pending, int64_t begin, int64_t count) {
+SiteOutput run_site(Side& side,
+                    const StreamInput& in,
+                    const SiteWeights& w,
+                    bool pending,
+                    int64_t begin,
+                    int64_t count) {
   const DType act = in.x.dtype;
   const int64_t m = in.x.shape[1], d = in.x.shape[2];
   SiteOutput out{Buffer(act, {count, m, d}),
@@ -177,8 +180,8 @@ TEST_F(CudaStreams, HcSite) {
         const auto both =
             on_both([&](Side& side) { return run_site(side, in, w, pending, 0, c.t); });
         EXPECT_TRUE(close(both.got.x_out, both.want.x_out, test::row_tolerance(act)));
-        // An expanded BF16 value on the other side of a rounding boundary moves a logit by 2^-8 of one
-        // of its M D products.
+        // An expanded BF16 value on the other side of a rounding boundary moves a logit by 2^-8 of
+        // one of its M D products.
         const test::Tolerance coefficients = act == DType::kBF16 && pending
                                                  ? test::Tolerance{3e-4, 3e-4, 1e-6}
                                                  : test::kCoefficients;
@@ -235,7 +238,8 @@ TEST_F(CudaStreams, Head) {
   }
 }
 
-// Router --------------------------------------------------------------------------------------------
+// Router
+// --------------------------------------------------------------------------------------------
 
 struct GateOutput {
   Buffer experts, weights;
@@ -309,7 +313,8 @@ TEST_F(CudaStreams, GateTiesGoToTheLowerExpert) {
   EXPECT_EQ(std::vector<int32_t>(ints(experts), ints(experts) + 8), want);
 }
 
-// Engram --------------------------------------------------------------------------------------------
+// Engram
+// --------------------------------------------------------------------------------------------
 
 TEST_F(CudaStreams, EngramHash) {
   Random random(8);
@@ -355,8 +360,7 @@ TEST_F(CudaStreams, EngramGather) {
         const auto both = on_both([&](Side& side) {
           Buffer e(act, {3, 5 * width});
           side.finish(engram_gather(
-              side.ctx(),
-              {.ids = side.in(ids), .table = side.weight(table), .e = side.out(e)}));
+              side.ctx(), {.ids = side.in(ids), .table = side.weight(table), .e = side.out(e)}));
           return e;
         });
         EXPECT_TRUE(same_bits(both.got, both.want));

@@ -69,8 +69,22 @@ TEST(Fp4Index, HandCheckedVector) {
   const Encoded e = round_trip(kQuantizers[1], x);
   EXPECT_EQ(e.scales[0], 127);
   EXPECT_EQ(e.codes,
-            (std::vector<uint8_t>{0xff, 0xef, 0xee, 0xde, 0xdd, 0xcc, 0xab, 0x99,
-                                  0x10, 0x22, 0x43, 0x54, 0x55, 0x66, 0x66, 0x77}));
+            (std::vector<uint8_t>{0xff,
+                                  0xef,
+                                  0xee,
+                                  0xde,
+                                  0xdd,
+                                  0xcc,
+                                  0xab,
+                                  0x99,
+                                  0x10,
+                                  0x22,
+                                  0x43,
+                                  0x54,
+                                  0x55,
+                                  0x66,
+                                  0x66,
+                                  0x77}));
 }
 
 // codes are computed with the decoded stored scale.
@@ -80,8 +94,8 @@ TEST_P(BlockQuantizer, A09_ErrorIsAtMostHalfAStepAndRequantizingChangesNothing) 
     const Philox rng(static_cast<uint64_t>(amax * 100));
     std::vector<float> x;
     for (int64_t i = 0; i < q.block; ++i) {
-      x.push_back(round_bf16(
-          static_cast<float>(rng.uniform(static_cast<uint64_t>(i)) * 2 - 1) * amax));
+      x.push_back(
+          round_bf16(static_cast<float>(rng.uniform(static_cast<uint64_t>(i)) * 2 - 1) * amax));
     }
     x[3] = round_bf16(amax);
     const Encoded e = round_trip(q, x);
@@ -168,7 +182,8 @@ TEST_P(BlockQuantizer, DecodedValuesAreExactInBf16) {
   const Philox rng(17);
   std::vector<float> x;
   for (int i = 0; i < 4096; ++i) {
-    x.push_back(static_cast<float>(rng.normal(static_cast<uint64_t>(i)) * std::pow(2.0, i % 12 - 6)));
+    x.push_back(
+        static_cast<float>(rng.normal(static_cast<uint64_t>(i)) * std::pow(2.0, i % 12 - 6)));
   }
   for (float value : round_trip(q, x).values) {
     EXPECT_EQ(round_bf16(value), value);

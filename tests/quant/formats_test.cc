@@ -18,7 +18,9 @@ double e4m3_value(int code) {
   return (code & 0x80) != 0 ? -magnitude : magnitude;
 }
 
-bool is_nan_code(int code) { return (code & 0x7F) == 0x7F; }
+bool is_nan_code(int code) {
+  return (code & 0x7F) == 0x7F;
+}
 
 TEST(E4m3, AllCodesDecodeAndEncodeBack) {
   for (int code = 0; code < 256; ++code) {

@@ -91,7 +91,8 @@ def compare_codes(config, name, values, codes, distances, precision):
     expected = quantizer.row_values(codes, width)
     scale = quantizer.spread(quantizer.scale_values(quantizer.row_parts(codes, width)[1]), width)
     scale = np.where(block_near, 2 * scale, scale)
-    largest = np.maximum(np.abs(values), np.abs(expected)) / scale
+    with np.errstate(divide="ignore", invalid="ignore"):  # a wrong dump may have scales of zero
+        largest = np.maximum(np.abs(values), np.abs(expected)) / scale
     step = scale * np.ldexp(1.0, quantizer.element.step(largest))
     differ = values != expected
     fault = differ & ~((np.abs(values - expected) <= step) & (element_near | block_near))

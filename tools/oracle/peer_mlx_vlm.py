@@ -17,11 +17,11 @@ Its differences from the definition, each replaced here so that the rest can be 
   in layers without entries.
 - official: language._index_scores is BF16 (so is the reference; ours is FP32 by decision).
 - official: mlx has no BF16 gather_mm on a CPU; the experts multiply in FP32 and round to BF16.
-- language.Indexer takes the best entries by argsort and drops only those not yet visible, so a
-  Reindex row with fewer candidate entries than index_topk also gets entries that are no
-  candidates. They are dropped. (In the released configuration 2047 full blocks of 8 entries and
-  one of at least 1 are always more than 512.)
-- language.DeepseekV41MoEGate does not normalize the weight of a single expert
+- language.Indexer, like the reference, takes the best entries and drops only those not yet visible,
+  so a Reindex row with fewer candidate entries than index_topk also gets entries that are no
+  candidates. They are dropped, by this project's decision. (In the released configuration 2047 full
+  blocks of 8 entries and one of at least 1 are always more than 512.)
+- language.DeepseekV41MoEGate, like the reference, does not normalize the weight of a single expert
   (num_experts_per_tok 1). Not replaced: no backbone has it.
 """
 

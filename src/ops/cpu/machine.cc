@@ -37,7 +37,8 @@ uint32_t read_all(const uint32_t* data, int64_t count) {
     a6 = hn::Xor(a6, hn::Load(d, p + 6 * lanes));
     a7 = hn::Xor(a7, hn::Load(d, p + 7 * lanes));
   }
-  a0 = hn::Xor(hn::Xor(hn::Xor(a0, a1), hn::Xor(a2, a3)), hn::Xor(hn::Xor(a4, a5), hn::Xor(a6, a7)));
+  a0 =
+      hn::Xor(hn::Xor(hn::Xor(a0, a1), hn::Xor(a2, a3)), hn::Xor(hn::Xor(a4, a5), hn::Xor(a6, a7)));
   return hn::GetLane(hn::SumOfLanes(d, a0));
 }
 

@@ -1,13 +1,15 @@
 // Attention over the window and the selected entries on tensor cores: BF16, 512-dim heads.
 //
-//   o_h = sum_j e^(s_j - m) v_j / (sum_j e^(s_j - m) + e^(sink_h - m)),  s_j = (RoPE(q_h) . k_j) 512^-1/2
+//   o_h = sum_j e^(s_j - m) v_j / (sum_j e^(s_j - m) + e^(sink_h - m)),  s_j = (RoPE(q_h) . k_j)
+//   512^-1/2
 //
-// in   q [T, H, 512] bf16, window rows (528 B: E4M3, E8M0 per 32) and main rows (288 B: E2M1, E4M3 per
+// in   q [T, H, 512] bf16, window rows (528 B: E4M3, E8M0 per 32) and main rows (288 B: E2M1, E4M3
+// per
 //      16), 16-byte aligned, read as they lie in the caches; selected [T, k]; sink [H] f32
 // out  o [T, H, 512] bf16, rotated back
 //
-// A block has 8 warps and takes kHeads (64, or 16 when there are few tokens) heads of one token. Blocks
-// of 64 keys, in the model's order:
+// A block has 8 warps and takes kHeads (64, or 16 when there are few tokens) heads of one token.
+// Blocks of 64 keys, in the model's order:
 //
 //   warp     copy of the next 8 raw rows -> shared (cp.async)   [under way during all of the below]
 //   warp     unpack its 8 rows -> K as BF16 [64][512]                                     | barrier
@@ -15,13 +17,13 @@
 //   4 threads per head: running maximum, probabilities rounded to BF16, FP32 sum          | barrier
 //   warp     O[all heads][64 columns] = O * rescale + P V                                 | barrier
 //
-// Codes become BF16 by bit placement and one multiplication (kernels of weights.cuh): both kinds of rows
-// come out 2^-7 too small, which the score and output factors put back. Columns are kept in the order
-// (0, 4, 1, 5, 2, 6, 3, 7) inside groups of eight, which unpacking nibbles yields; Q is stored in the
-// same order and the output is put back.
-// Shared: Q 65 KiB, K 65, raw rows 33, scores 34, P 9 (kHeads = 64): 207 KiB; 124 KiB for 16 heads.
-// Bound: 4 * 64 * 512 * keys FLOP per token; the bytes (215 KB per token at 640 keys) are half of that.
-// Results do not depend on kHeads: every sum has the same order in both.
+// Codes become BF16 by bit placement and one multiplication (kernels of weights.cuh): both kinds of
+// rows come out 2^-7 too small, which the score and output factors put back. Columns are kept in
+// the order (0, 4, 1, 5, 2, 6, 3, 7) inside groups of eight, which unpacking nibbles yields; Q is
+// stored in the same order and the output is put back. Shared: Q 65 KiB, K 65, raw rows 33, scores
+// 34, P 9 (kHeads = 64): 207 KiB; 124 KiB for 16 heads. Bound: 4 * 64 * 512 * keys FLOP per token;
+// the bytes (215 KB per token at 640 keys) are half of that. Results do not depend on kHeads: every
+// sum has the same order in both.
 #include "ops/cuda/attend.cuh"
 #include "ops/cuda/device/quantize.cuh"
 #include "ops/cuda/device/reduce.cuh"
@@ -56,11 +58,14 @@ struct Shared {
   float rescale[kHeads];
 };
 
-// Starts the copies of this warp's rows of the block at `begin`; returns which of them are window rows
-// (bit i: row i of the warp).
+// Starts the copies of this warp's rows of the block at `begin`; returns which of them are window
+// rows (bit i: row i of the warp).
 template <int kHeads>
-__device__ __forceinline__ uint32_t fetch_rows(
-    const AttendProblem& a, int64_t token, const QueryKeys& keys, int begin, Shared<kHeads>& shared) {
+__device__ __forceinline__ uint32_t fetch_rows(const AttendProblem& a,
+                                               int64_t token,
+                                               const QueryKeys& keys,
+                                               int begin,
+                                               Shared<kHeads>& shared) {
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
   // Lane i finds row i; the warp copies one row after the other.
   const int key = begin + warp * kRowsPerWarp + lane;
@@ -101,7 +106,9 @@ __device__ __forceinline__ uint4 unpack_window(uint32_t low, uint32_t high, uint
 
 // Unpacks this warp's rows. Lane l has columns 16 l .. 16 l + 15.
 template <int kHeads>
-__device__ __forceinline__ void unpack_rows(int count, uint32_t window_rows, Shared<kHeads>& shared) {
+__device__ __forceinline__ void unpack_rows(int count,
+                                            uint32_t window_rows,
+                                            Shared<kHeads>& shared) {
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
 #pragma unroll
   for (int i = 0; i < kRowsPerWarp; ++i) {
@@ -156,8 +163,8 @@ __device__ __forceinline__ void multiply_keys(Shared<kHeads>& shared) {
     }
 #pragma unroll
     for (int n = 0; n < kNTiles / 2; ++n) {
-      load_matrices(
-          b[n], &shared.k[key0 + 16 * n + lane % 8 + 8 * (lane / 16)][c + 8 * (lane / 8 % 2)]);
+      load_matrices(b[n],
+                    &shared.k[key0 + 16 * n + lane % 8 + 8 * (lane / 16)][c + 8 * (lane / 8 % 2)]);
     }
 #pragma unroll
     for (int m = 0; m < kMTiles; ++m) {
@@ -199,9 +206,8 @@ __device__ __forceinline__ void softmax_block(int count, float factor, Shared<kH
 #pragma unroll
   for (int j = 0; j < 16; ++j) {
     const int key = 16 * quarter + j;
-    s[j] = key < count
-               ? (shared.score[0][head][key] + shared.score[1][head][key]) * factor
-               : -INFINITY;
+    s[j] = key < count ? (shared.score[0][head][key] + shared.score[1][head][key]) * factor
+                       : -INFINITY;
     best = fmaxf(best, s[j]);
   }
   best = fmaxf(best, __shfl_xor_sync(kAllLanes, best, 1));
@@ -252,9 +258,8 @@ __device__ __forceinline__ void multiply_values(const Shared<kHeads>& shared,
 #pragma unroll
     for (int n = 0; n < 8; n += 2) {
       uint32_t b[4];
-      load_matrices_transposed(b,
-                               &shared.k[c + lane % 8 + 8 * (lane / 8 % 2)]
-                                        [64 * warp + 8 * n + 8 * (lane / 16)]);
+      load_matrices_transposed(
+          b, &shared.k[c + lane % 8 + 8 * (lane / 8 % 2)][64 * warp + 8 * n + 8 * (lane / 16)]);
 #pragma unroll
       for (int m = 0; m < kHeads / 16; ++m) {
         mma_bf16(acc[m][n], a[m][0], a[m][1], a[m][2], a[m][3], b[0], b[1]);
@@ -266,8 +271,10 @@ __device__ __forceinline__ void multiply_values(const Shared<kHeads>& shared,
 
 // Q of the block's heads, rotated and rounded, in the order of the unpacked rows.
 template <int kHeads>
-__device__ __forceinline__ void load_queries(
-    const AttendProblem& a, int64_t token, int head0, Shared<kHeads>& shared) {
+__device__ __forceinline__ void load_queries(const AttendProblem& a,
+                                             int64_t token,
+                                             int head0,
+                                             Shared<kHeads>& shared) {
   const auto* q = static_cast<const Bf16*>(a.q) + (token * a.heads + head0) * kDim;
   const float* cos_sin = a.rope + token * a.half * 2;
   const int first_rotated = kDim - 2 * static_cast<int>(a.half);
@@ -291,8 +298,10 @@ __device__ __forceinline__ void load_queries(
 
 // Output rows from shared.k, where they lie in natural order, rotated back.
 template <int kHeads>
-__device__ __forceinline__ void store_output(
-    const AttendProblem& a, int64_t token, int head0, const Shared<kHeads>& shared) {
+__device__ __forceinline__ void store_output(const AttendProblem& a,
+                                             int64_t token,
+                                             int head0,
+                                             const Shared<kHeads>& shared) {
   auto* o = static_cast<Bf16*>(a.o) + (token * a.heads + head0) * kDim;
   const float* cos_sin = a.rope + token * a.half * 2;
   const int first_rotated = kDim - 2 * static_cast<int>(a.half);
@@ -314,7 +323,8 @@ __device__ __forceinline__ void store_output(
 }
 
 template <int kHeads>
-__global__ void __launch_bounds__(kThreads, 1) attend_kernel(const __grid_constant__ AttendProblem a) {
+__global__ void __launch_bounds__(kThreads, 1)
+    attend_kernel(const __grid_constant__ AttendProblem a) {
   auto& shared = *reinterpret_cast<Shared<kHeads>*>(dynamic_shared());
   allow_next_kernel();
   wait_for_previous_kernels();

@@ -1,13 +1,14 @@
 // Attention over the window and the selected entries for any head size and type.
 //
-//   o_h = sum_j e^(s_j - m) v_j / (sum_j e^(s_j - m) + e^(sink_h - m)),  s_j = (RoPE(q_h) . k_j) K^-1/2
+//   o_h = sum_j e^(s_j - m) v_j / (sum_j e^(s_j - m) + e^(sink_h - m)),  s_j = (RoPE(q_h) . k_j)
+//   K^-1/2
 //
 // in   q [T, H, K] act, window rows and main rows (quant/block.h), selected [T, k], sink [H] f32
 // out  o [T, H, K] act, rotated back
-// One block of 128 threads per (token, head). Blocks of 64 keys: a warp per key takes the dot product, a
-// thread per channel accumulates the output; rows are decoded twice. BF16 rounds the probabilities of a
-// block against the running maximum.
-// Shared: q and o (2 K floats), 64 scores, reduction slots. The fallback of attend_mma.cu.
+// One block of 128 threads per (token, head). Blocks of 64 keys: a warp per key takes the dot
+// product, a thread per channel accumulates the output; rows are decoded twice. BF16 rounds the
+// probabilities of a block against the running maximum. Shared: q and o (2 K floats), 64 scores,
+// reduction slots. The fallback of attend_mma.cu.
 #include "ops/cuda/attend.cuh"
 #include "ops/cuda/device/rows.cuh"
 #include "ops/cuda/kernels.h"
@@ -19,7 +20,10 @@ namespace {
 constexpr int kThreads = 128;
 constexpr int kWarps = kThreads / kWarp;
 
-__device__ __forceinline__ float key_value(const uint8_t* row, bool is_window, int64_t n, int64_t i) {
+__device__ __forceinline__ float key_value(const uint8_t* row,
+                                           bool is_window,
+                                           int64_t n,
+                                           int64_t i) {
   if (is_window) {
     return e4m3_value(row[i]) * e8m0_value(row[n + i / 32]);
   }
@@ -80,9 +84,8 @@ __global__ void __launch_bounds__(kThreads) attend_kernel(const __grid_constant_
     for (int64_t i = thread; i < n; i += kThreads) {
       float value = o[i] * rescale;
       for (int j = 0; j < count; ++j) {
-        value = fmaf(rounded<Act>(expf(scores[j] - best)),
-                     key_value(rows[j], in_window[j], n, i),
-                     value);
+        value = fmaf(
+            rounded<Act>(expf(scores[j] - best)), key_value(rows[j], in_window[j], n, i), value);
       }
       o[i] = value;
     }
@@ -99,8 +102,8 @@ __global__ void __launch_bounds__(kThreads) attend_kernel(const __grid_constant_
     out[i] = from_float<Act>(o[i]);
   }
   for (int64_t i = thread; i < a.half; i += kThreads) {
-    const float2 v = rotate_pair(
-        o[tail + 2 * i], o[tail + 2 * i + 1], cos_sin[2 * i], -cos_sin[2 * i + 1]);
+    const float2 v =
+        rotate_pair(o[tail + 2 * i], o[tail + 2 * i + 1], cos_sin[2 * i], -cos_sin[2 * i + 1]);
     out[tail + 2 * i] = from_float<Act>(v.x);
     out[tail + 2 * i + 1] = from_float<Act>(v.y);
   }

@@ -7,8 +7,8 @@
 // compress_store  main row = FP4(RoPE(latent)), index row = FP4(RoPE(k_norm(key)))
 //   in   latent [G, C] act, key [G, DI] act, rope [G, R/2, 2] f32
 //   out  row `entry` of the pages of the group's sequence
-// One block of 128 threads per group (and, in the store, per kind of row). Shared: one row as FP32 and
-// the reduction slots. Bytes: a few kilobytes per group; launch-bound at decode.
+// One block of 128 threads per group (and, in the store, per kind of row). Shared: one row as FP32
+// and the reduction slots. Bytes: a few kilobytes per group; launch-bound at decode.
 #include "ops/cuda/device/rows.cuh"
 #include "ops/cuda/kernels.h"
 #include "ops/cuda/launch.cuh"

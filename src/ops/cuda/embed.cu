@@ -2,8 +2,8 @@
 //
 // in   token [T] i32, weight [V, D] bf16|f32        out  x [T, M, D] act
 // One block per token, 16 bytes per thread and step where D allows it; no shared memory.
-// Bytes: D reads and M D writes per token. Ids outside [0, V), which only padding rows have, give zero
-// rows: nothing outside the table is read.
+// Bytes: D reads and M D writes per token. Ids outside [0, V), which only padding rows have, give
+// zero rows: nothing outside the table is read.
 #include "ops/cuda/kernels.h"
 #include "ops/cuda/launch.cuh"
 

@@ -8,8 +8,8 @@
 //                out  out [T, M, D] act: x_i + gate_i value, one rounding,
 //                     gate_i = sigmoid(signed_sqrt(rms(x_i) . rms(key_i))), 0 in image spans
 //                one block per (token, stream); two passes over x_i, the second one hits L1/L2
-// Bound by bytes: (2M + 1 + M) D elements per token for the injection. An id outside the table, which
-// only padding rows have, gives a zero row.
+// Bound by bytes: (2M + 1 + M) D elements per token for the injection. An id outside the table,
+// which only padding rows have, gives a zero row.
 #include "ops/cuda/device/rows.cuh"
 #include "ops/cuda/kernels.h"
 #include "ops/cuda/launch.cuh"

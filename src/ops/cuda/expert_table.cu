@@ -23,11 +23,14 @@ struct Tables {
 };
 
 Tables& tables() {
-  static Tables* const kTables = new Tables;  // outlives every user; device memory dies with the process
+  static Tables* const kTables =
+      new Tables;  // outlives every user; device memory dies with the process
   return *kTables;
 }
 
-const uint8_t* bytes(const TensorView& view) { return static_cast<const uint8_t*>(view.data); }
+const uint8_t* bytes(const TensorView& view) {
+  return static_cast<const uint8_t*>(view.data);
+}
 
 bool same(const Table& table, std::span<const ExpertView> experts) {
   for (size_t i = 0; i < experts.size(); ++i) {
@@ -73,8 +76,8 @@ Result<const ExpertPointers*> expert_table(void* stream, std::span<const ExpertV
   // A table that a queued kernel may still read is replaced, not overwritten.
   ExpertPointers* device = nullptr;
   CACHALOT_RETURN_IF_ERROR(cuda_status(cudaMalloc(&device, size), "expert table"));
-  CACHALOT_RETURN_IF_ERROR(cuda_status(
-      cudaMemcpy(device, host.data(), size, cudaMemcpyHostToDevice), "expert table"));
+  CACHALOT_RETURN_IF_ERROR(
+      cuda_status(cudaMemcpy(device, host.data(), size, cudaMemcpyHostToDevice), "expert table"));
   table.host = std::move(host);
   table.device = device;
   return static_cast<const ExpertPointers*>(table.device);

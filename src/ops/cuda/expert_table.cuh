@@ -21,9 +21,9 @@ struct ExpertPointers {
 
 ExpertPointers expert_pointers(const ExpertView& expert);
 
-// The device table of `experts`. Tables are made once per set of weights, keyed by the span, checked
-// against the weights on every call, and kept until the process ends: making one allocates and copies,
-// which is not possible while `stream` is being captured (kFailedPrecondition then).
+// The device table of `experts`. Tables are made once per set of weights, keyed by the span,
+// checked against the weights on every call, and kept until the process ends: making one allocates
+// and copies, which is not possible while `stream` is being captured (kFailedPrecondition then).
 Result<const ExpertPointers*> expert_table(void* stream, std::span<const ExpertView> experts);
 
 }  // namespace cachalot::ops::cuda

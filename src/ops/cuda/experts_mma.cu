@@ -8,7 +8,8 @@
 //
 // prepare   x quantized, in the FP4 and the FP8 column order            -> scratch [T, D] each
 // route     (token, slot) pairs sorted by expert, cut into groups of at most 8 kTiles tokens
-// hidden    block = 32 rows of w1 and w3 of one group: warp (f, s) multiplies rows 16 f .. of both by
+// hidden    block = 32 rows of w1 and w3 of one group: warp (f, s) multiplies rows 16 f .. of both
+// by
 //           segment s of the group's inputs; sums, SwiGLU and quantization in shared memory
 // out       block = 32 rows of w2, the same split
 // combine   slots added in ascending order
@@ -19,8 +20,8 @@
 //   block  partial sums -> shared | SwiGLU, quantize | next tile
 //
 // Shared: rings of 80 (hidden) and 70 KiB (out); 8 warps x matrices x kTiles x 640 B partial sums.
-// Bound by weight bytes: 18.8 MB per routed expert that has a token. Many tokens per expert repeat the
-// weight reads through L2 and are bound by that.
+// Bound by weight bytes: 18.8 MB per routed expert that has a token. Many tokens per expert repeat
+// the weight reads through L2 and are bound by that.
 #include "ops/cuda/device/quantize.cuh"
 #include "ops/cuda/device/reduce.cuh"
 #include "ops/cuda/device/weights.cuh"
@@ -47,9 +48,9 @@ struct Group {
 };
 
 struct Routing {
-  const int* pair_of;    // [T k]: token * k + slot
+  const int* pair_of;  // [T k]: token * k + slot
   const Group* groups;
-  const int* count;      // of groups
+  const int* count;  // of groups
 };
 
 struct Problem {
@@ -62,19 +63,19 @@ struct Problem {
   int64_t f;
   int k;
   float limit;
-  const float* weights;   // [T, k]
+  const float* weights;  // [T, k]
   Routing routing;
-  const Bf16* x_fp4;      // [T, D] in FP4 order
-  const Bf16* x_fp8;      // [T, D] in FP8 order
-  Bf16* hidden_routed;    // [T k, F] in FP4 order
-  Bf16* hidden_shared;    // [T, F] in FP8 order
-  Bf16* out_routed;       // [T k, D]
-  Bf16* out_shared;       // [T, D]
+  const Bf16* x_fp4;    // [T, D] in FP4 order
+  const Bf16* x_fp8;    // [T, D] in FP8 order
+  Bf16* hidden_routed;  // [T k, F] in FP4 order
+  Bf16* hidden_shared;  // [T, F] in FP8 order
+  Bf16* out_routed;     // [T k, D]
+  Bf16* out_shared;     // [T, D]
   Bf16* y;
 };
 
-// One block: sorts the pairs by expert. The order inside an expert does not matter: every pair's result
-// depends on the pair alone.
+// One block: sorts the pairs by expert. The order inside an expert does not matter: every pair's
+// result depends on the pair alone.
 __global__ void __launch_bounds__(kRouteThreads) route_kernel(const int32_t* experts,
                                                               int pairs,
                                                               int expert_count,
@@ -155,7 +156,10 @@ struct Tile {
 
 // Tiles of the shared expert, which take longest, come first.
 template <int kTiles>
-__device__ __forceinline__ bool find_tile(const Problem& p, int64_t index, int64_t row_blocks, Tile& tile) {
+__device__ __forceinline__ bool find_tile(const Problem& p,
+                                          int64_t index,
+                                          int64_t row_blocks,
+                                          Tile& tile) {
   constexpr int kGroup = kTiles * kTokenTile;
   const int64_t shared_groups = p.has_shared ? (p.tokens + kGroup - 1) / kGroup : 0;
   const int64_t group = index / row_blocks;
@@ -214,8 +218,8 @@ __device__ __forceinline__ void multiply_tile(WeightRing<W, kMats, kStages> ring
   TileRows rows[kMats];
 #pragma unroll
   for (int m = 0; m < kMats; ++m) {
-    rows[m] = W::tile_rows(
-        values[m], scales[m], row + warp / kMaxSegments * kTileRows, out, in, lane);
+    rows[m] =
+        W::tile_rows(values[m], scales[m], row + warp / kMaxSegments * kTileRows, out, in, lane);
   }
   const SegmentRange range(chunks, s, s + 1);
   start_ring(ring, rows, range);
@@ -258,15 +262,15 @@ __device__ __forceinline__ void tile_inputs(const Problem& p,
 #pragma unroll
   for (int n = 0; n < kTiles; ++n) {
     const int64_t row = pair_row(p, tile, n * kTokenTile + lane.g);
-    inputs[n] = row < 0 ? nullptr
-                        : reinterpret_cast<const uint16_t*>(base + row / divisor * width) +
-                              8 * lane.t;
+    inputs[n] = row < 0
+                    ? nullptr
+                    : reinterpret_cast<const uint16_t*>(base + row / divisor * width) + 8 * lane.t;
   }
 }
 
 template <int kTiles>
-__global__ void __launch_bounds__(kThreads, kTiles == 4 ? 1 : 2) hidden_kernel(const __grid_constant__ Problem p,
-                                                             int64_t tiles) {
+__global__ void __launch_bounds__(kThreads, kTiles == 4 ? 1 : 2)
+    hidden_kernel(const __grid_constant__ Problem p, int64_t tiles) {
   __shared__ Partial<2, kTiles> part;
   allow_next_kernel();
   wait_for_previous_kernels();
@@ -299,8 +303,8 @@ __global__ void __launch_bounds__(kThreads, kTiles == 4 ? 1 : 2) hidden_kernel(c
       fp8_round_pair(h, unused, fp8_scale(__reduce_max_sync(kAllLanes, magnitude_bits(h))));
       const InputLayout layout = tile.shared ? InputLayout::kFp8 : InputLayout::kFp4;
       const int column = static_cast<int>(tile.row % kChunk) + r;
-      const int64_t place = tile.row / kChunk * kChunk +
-                            layout_piece(layout, column / 8) * 8 + layout_slot(layout, column % 8);
+      const int64_t place = tile.row / kChunk * kChunk + layout_piece(layout, column / 8) * 8 +
+                            layout_slot(layout, column % 8);
       Bf16* to = tile.shared ? p.hidden_shared : p.hidden_routed;
       to[pair * p.f + place] = from_float<Bf16>(h);
     }
@@ -309,8 +313,8 @@ __global__ void __launch_bounds__(kThreads, kTiles == 4 ? 1 : 2) hidden_kernel(c
 }
 
 template <int kTiles>
-__global__ void __launch_bounds__(kThreads, kTiles == 4 ? 1 : 2) out_kernel(const __grid_constant__ Problem p,
-                                                          int64_t tiles) {
+__global__ void __launch_bounds__(kThreads, kTiles == 4 ? 1 : 2)
+    out_kernel(const __grid_constant__ Problem p, int64_t tiles) {
   __shared__ Partial<1, kTiles> part;
   allow_next_kernel();
   wait_for_previous_kernels();
@@ -342,8 +346,8 @@ __global__ void __launch_bounds__(kThreads, kTiles == 4 ? 1 : 2) out_kernel(cons
   }
 }
 
-__global__ void __launch_bounds__(kThreads) combine_kernel(const __grid_constant__ Problem p,
-                                                           const int32_t* experts) {
+__global__ void __launch_bounds__(kThreads)
+    combine_kernel(const __grid_constant__ Problem p, const int32_t* experts) {
   allow_next_kernel();
   wait_for_previous_kernels();
   const int64_t i = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) * 8;

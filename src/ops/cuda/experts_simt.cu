@@ -49,7 +49,8 @@ __device__ __forceinline__ bool find_expert(const Slots& s, int64_t pair, Expert
 }
 
 template <class Act, Storage kStorage>
-__device__ float warp_dot(const Act* x, const uint8_t* w, const uint8_t* scales, int64_t row, int64_t n) {
+__device__ float warp_dot(
+    const Act* x, const uint8_t* w, const uint8_t* scales, int64_t row, int64_t n) {
   float sum = 0;
   for (int64_t i = threadIdx.x % kWarp; i < n; i += kWarp) {
     sum = fmaf(to_float(x[i]), weight_value<kStorage>(w, scales, row, i, n), sum);

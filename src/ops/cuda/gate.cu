@@ -3,9 +3,9 @@
 //
 // in   x [T, D] act, weight [E, D], bias, bias_vl [E] f32, is_image [T] u8, forced [T, k] or none
 // out  experts [T, k] i32 ascending, weights [T, k] f32
-// The product runs in linear_mma.cu (FP32 logits in scratch). Then one warp per token holds scores and
-// biased scores in shared memory (2 E floats) and takes the maximum k times; ties go to the lower id.
-// Bound by launches at decode; 4 E bytes per token of logits otherwise.
+// The product runs in linear_mma.cu (FP32 logits in scratch). Then one warp per token holds scores
+// and biased scores in shared memory (2 E floats) and takes the maximum k times; ties go to the
+// lower id. Bound by launches at decode; 4 E bytes per token of logits otherwise.
 #include <cfloat>
 
 #include "ops/cuda/device/reduce.cuh"

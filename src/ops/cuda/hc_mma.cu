@@ -12,12 +12,12 @@
 //   warp: rows [16 tile, +16) of fn times its stream's columns, fn as three BF16 numbers (exact)
 //   partial predictions and sums of squares -> scratch
 // Kernel 2, blocks of 8 warps:
-//   the first ceil(T / 8) blocks: one warp per token sums the partials, then 20 Sinkhorn iterations on
-//   16 lanes; the other T blocks normalize one row of u each. Both kinds run at the same time.
-// Shared (kernel 1): 4 streams x 8 kTiles tokens x 576 B = 18 KiB kTiles; 8 warps x 8 (kTiles = 1) or 3
-// stages of 2 KiB of fn; 5 KiB kTiles of partial sums.
-// Bytes: (2 M + 2) D elements per token, plus 2 D for the second pass over u; fn (2 MB) once per token
-// block. Bound by bytes from about 64 tokens on, by latency below.
+//   the first ceil(T / 8) blocks: one warp per token sums the partials, then 20 Sinkhorn iterations
+//   on 16 lanes; the other T blocks normalize one row of u each. Both kinds run at the same time.
+// Shared (kernel 1): 4 streams x 8 kTiles tokens x 576 B = 18 KiB kTiles; 8 warps x 8 (kTiles = 1)
+// or 3 stages of 2 KiB of fn; 5 KiB kTiles of partial sums. Bytes: (2 M + 2) D elements per token,
+// plus 2 D for the second pass over u; fn (2 MB) once per token block. Bound by bytes from about 64
+// tokens on, by latency below.
 #include "ops/cuda/device/reduce.cuh"
 #include "ops/cuda/device/rows.cuh"
 #include "ops/cuda/device/weights.cuh"
@@ -32,7 +32,8 @@ constexpr int kCoefficients = (2 + kStreams) * kStreams;  // 24 rows of fn
 constexpr int kRowTiles = 2;
 constexpr int kWarps = kStreams * kRowTiles;
 constexpr int kThreads = kWarps * 32;
-constexpr int kRowElements = kChunk + 32;  // of a token's columns in shared memory: no bank conflicts
+constexpr int kRowElements =
+    kChunk + 32;  // of a token's columns in shared memory: no bank conflicts
 constexpr int kTokenPad = 20;
 
 struct Site {
@@ -97,12 +98,8 @@ __global__ void __launch_bounds__(kThreads) stream_kernel(const __grid_constant_
     const int64_t token = token0 + n;
     const int64_t i = i0 + 8 * (threadIdx.x % 32);
     float v[kStreams][8];
-    expand_columns<Bf16, kStreams, 8>(s.x + token * kStreams * s.d,
-                                      s.pending.row(token, kStreams, s.d),
-                                      kStreams,
-                                      s.d,
-                                      i,
-                                      v);
+    expand_columns<Bf16, kStreams, 8>(
+        s.x + token * kStreams * s.d, s.pending.row(token, kStreams, s.d), kStreams, s.d, i, v);
     float square = 0;
 #pragma unroll
     for (int j = 0; j < kStreams; ++j) {
@@ -257,9 +254,9 @@ bool hc_site_mma_supports(const HcSiteArgs& args) {
   const auto aligned = [](const TensorView& view) {
     return reinterpret_cast<uintptr_t>(view.data) % 16 == 0;
   };
-  return args.x.dtype == DType::kBF16 && args.x.dim(1) == kStreams &&
-         args.x.dim(2) % kChunk == 0 && aligned(args.x) && aligned(args.x_out) &&
-         aligned(args.u) && aligned(args.fn) && aligned(args.pending.y);
+  return args.x.dtype == DType::kBF16 && args.x.dim(1) == kStreams && args.x.dim(2) % kChunk == 0 &&
+         aligned(args.x) && aligned(args.x_out) && aligned(args.u) && aligned(args.fn) &&
+         aligned(args.pending.y);
 }
 
 Status hc_site_mma(OpContext& ctx, const HcSiteArgs& args) {
@@ -286,13 +283,7 @@ Status hc_site_mma(OpContext& ctx, const HcSiteArgs& args) {
                .square = scratch.array<float>(t * chunks)};
   CACHALOT_RETURN_IF_ERROR(scratch.status("hc_site"));
   CACHALOT_RETURN_IF_ERROR(t <= kTokenTile ? launch_streams<1>(ctx, s) : launch_streams<4>(ctx, s));
-  return launch(ctx,
-                "hc_finish",
-                finish_kernel,
-                extent(ceil_div(t, kWarps) + t),
-                kThreads,
-                0,
-                s);
+  return launch(ctx, "hc_finish", finish_kernel, extent(ceil_div(t, kWarps) + t), kThreads, 0, s);
 }
 
 }  // namespace cachalot::ops::cuda

@@ -2,8 +2,10 @@
 //
 // hc_expand  out_k = post_k y + sum_j comb_jk x_j
 //   in   x [T, M, D] act, y [T, D] act, post [T, M], comb [T, M, M] f32     out  out [T, M, D] act
-//   One thread per 8 columns (1 where D asks for it) and token. Bytes: (2 M + 1) D elements per token.
-// hc_site    the formula of ops.h in three kernels: expand; coefficients (one block per token, eight
+//   One thread per 8 columns (1 where D asks for it) and token. Bytes: (2 M + 1) D elements per
+//   token.
+// hc_site    the formula of ops.h in three kernels: expand; coefficients (one block per token,
+// eight
 //   rows of fn at a time, then the Sinkhorn iterations on M x M threads); collapse and norm.
 //   in   fn [(2 + M) M, M D] f32, base, scale, pre [T, M], norm [D]
 //   out  x_out, pre_out, post_out, comb_out, u
@@ -30,8 +32,7 @@ __global__ void __launch_bounds__(kThreads)
     return;
   }
   float v[kStreams][kVector];
-  expand_columns<Act, kStreams, kVector>(
-      x + token * m * d, pending.row(token, m, d), m, d, i, v);
+  expand_columns<Act, kStreams, kVector>(x + token * m * d, pending.row(token, m, d), m, d, i, v);
 #pragma unroll
   for (int j = 0; j < kStreams; ++j) {
     if (j < m) {
@@ -40,7 +41,9 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-__device__ __forceinline__ float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
+__device__ __forceinline__ float sigmoid(float x) {
+  return 1.0f / (1.0f + expf(-x));
+}
 
 // One thread per element of c [M, M] in shared memory; all threads of the block call it.
 __device__ void sinkhorn(float* c, int m, float eps, int iters) {
@@ -161,8 +164,7 @@ __global__ void __launch_bounds__(kThreads) collapse_kernel(
 }
 
 template <class Act>
-Status expand(
-    OpContext& ctx, const TensorView& x, const Pending& pending, const TensorView& out) {
+Status expand(OpContext& ctx, const TensorView& x, const Pending& pending, const TensorView& out) {
   const int64_t t = x.dim(0), m = x.dim(1), d = x.dim(2);
   const bool vector = d % 8 == 0 && m <= 4;
   return launch(ctx,

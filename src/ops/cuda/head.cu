@@ -32,8 +32,7 @@ __global__ void __launch_bounds__(kThreads) head_rows_kernel(const int32_t* sele
   float square = 0;
   for (int64_t i = threadIdx.x * kVector; i < d; i += kThreads * kVector) {
     float v[kStreams][kVector], c[kVector];
-    expand_columns<Act, kStreams, kVector>(
-        x + token * m * d, pending.row(token, m, d), m, d, i, v);
+    expand_columns<Act, kStreams, kVector>(x + token * m * d, pending.row(token, m, d), m, d, i, v);
     collapse_columns<Act, kStreams, kVector>(v, pre + token * m, m, c);
 #pragma unroll
     for (int e = 0; e < kVector; ++e) {
@@ -74,7 +73,8 @@ Status head(OpContext& ctx, const HeadArgs& args) {
                args.rms_eps,
                h));
     const LinearTarget target{&args.weight, args.logits};
-    return linear_any(ctx, {.x = {h, args.x.dtype, {n, d}, Device::kCuda}, .targets = {&target, 1}});
+    return linear_any(ctx,
+                      {.x = {h, args.x.dtype, {n, d}, Device::kCuda}, .targets = {&target, 1}});
   });
 }
 

@@ -61,8 +61,8 @@ __device__ __forceinline__ void load_query(const IndexProblem& p, int64_t token,
     if (column >= tail) {
       const int pair = (column - tail) / 2 * 2;
       const int first = i - (column - tail) % 2;
-      const float2 turned = rotate_pair(
-          to_float(q[first]), to_float(q[first + 1]), cos_sin[pair], cos_sin[pair + 1]);
+      const float2 turned =
+          rotate_pair(to_float(q[first]), to_float(q[first + 1]), cos_sin[pair], cos_sin[pair + 1]);
       v = rounded<Act>((column - tail) % 2 == 0 ? turned.x : turned.y);
     }
     query[i] = v;
@@ -82,7 +82,10 @@ __device__ __forceinline__ void load_query(const IndexProblem& p, int64_t token,
 }
 
 // Entry of slot i of a token's list; -1: none. Without candidates a slot is an entry.
-__device__ __forceinline__ int slot_entry(const IndexProblem& p, int64_t token, int i, int visible) {
+__device__ __forceinline__ int slot_entry(const IndexProblem& p,
+                                          int64_t token,
+                                          int i,
+                                          int visible) {
   if (p.candidates == nullptr) {
     return i < visible ? i : -1;
   }
@@ -100,7 +103,8 @@ __device__ __forceinline__ float score_thread(const IndexProblem& p,
   for (int h = 0; h < p.heads; ++h) {
     float dot = 0;
     for (int i = 0; i < p.dim; ++i) {
-      const float key = e2m1_value((row[i / 2] >> (4 * (i % 2))) & 15u) * e8m0_value(scales[i / 32]);
+      const float key =
+          e2m1_value((row[i / 2] >> (4 * (i % 2))) & 15u) * e8m0_value(scales[i / 32]);
       dot = fmaf(query[h * p.dim + i], key, dot);
     }
     sum = fmaf(fmaxf(dot, 0.0f), weights[h], sum);
@@ -109,13 +113,10 @@ __device__ __forceinline__ float score_thread(const IndexProblem& p,
 }
 
 // Columns of one head in step i (0..7) of the mma chain, for lane quarter t: 32 t + 8 (i / 2) +
-// {n, n + 4} in `first`, {n + 1, n + 5} in `second`, n = 2 (i % 2): the order in which nibbles unpack.
-__device__ __forceinline__ void query_fragment(const float* query,
-                                               int head,
-                                               int i,
-                                               const Lane& lane,
-                                               uint32_t& first,
-                                               uint32_t& second) {
+// {n, n + 4} in `first`, {n + 1, n + 5} in `second`, n = 2 (i % 2): the order in which nibbles
+// unpack.
+__device__ __forceinline__ void query_fragment(
+    const float* query, int head, int i, const Lane& lane, uint32_t& first, uint32_t& second) {
   const float* c = query + head * kIndexMmaDim + 32 * lane.t + i / 2 * 8 + i % 2 * 2;
   first = bf16_pair(c[0], c[4]);
   second = bf16_pair(c[1], c[5]);
@@ -142,8 +143,8 @@ struct QueryFragments {
     }
   }
 
-  // Scores of eight entries; `row` is that of entry g, null if there is none. The result is valid in
-  // lanes 0 .. 3 (g = 0): entries 2 t and 2 t + 1.
+  // Scores of eight entries; `row` is that of entry g, null if there is none. The result is valid
+  // in lanes 0 .. 3 (g = 0): entries 2 t and 2 t + 1.
   __device__ __forceinline__ float2 scores(const uint8_t* row, const Lane& lane) const {
     uint32_t codes[4] = {}, scale = 0;
     if (row != nullptr) {

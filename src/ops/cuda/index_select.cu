@@ -6,20 +6,20 @@
 //      candidates [T, B] or none
 // out  selected [T, k] i32 ascending, -1 behind; candidates_out [T, B] likewise, or none
 //
-// One block of 8 warps per token. Its query is quantized once; then tiles of 1024 entries are scored and
-// pushed through a running top-k (device/top_k.cuh), so that no score leaves the block:
+// One block of 8 warps per token. Its query is quantized once; then tiles of 1024 entries are
+// scored and pushed through a running top-k (device/top_k.cuh), so that no score leaves the block:
 //
 //   warps    scores of a tile -> shared                               | barrier
 //   threads  keys above the threshold -> buffer; block maxima likewise | barrier
 //   block    buffer full: radix select, threshold rises
 //
-// Scores, DI = 128 and HI a multiple of 16 up to 64: mma, heads x 16 columns x 8 entries. A lane reads the
-// 16 bytes of one scale block of one entry as the B operand; the queries are in registers as A. ReLU, head
-// weights and the sum over heads follow in FP32, in a fixed order. Other shapes: a thread per entry.
-// Shared: queries (4 HI DI B), 4 KiB of scores, buffers of 8 (k + 4096) and 8 (B + 2048) B.
-// Bound by 68 B per entry at one query per sequence, by unpacking when many queries share a cache.
-// Exact: ties go to the lower entry, and buffers cannot overflow. A call that knows a bound of its
-// entries, and has scratch for their scores, runs in index_split.cu.
+// Scores, DI = 128 and HI a multiple of 16 up to 64: mma, heads x 16 columns x 8 entries. A lane
+// reads the 16 bytes of one scale block of one entry as the B operand; the queries are in registers
+// as A. ReLU, head weights and the sum over heads follow in FP32, in a fixed order. Other shapes: a
+// thread per entry. Shared: queries (4 HI DI B), 4 KiB of scores, buffers of 8 (k + 4096) and 8 (B
+// + 2048) B. Bound by 68 B per entry at one query per sequence, by unpacking when many queries
+// share a cache. Exact: ties go to the lower entry, and buffers cannot overflow. A call that knows
+// a bound of its entries, and has scratch for their scores, runs in index_split.cu.
 #include <cmath>
 
 #include "ops/cuda/index_score.cuh"
@@ -103,8 +103,7 @@ __global__ void __launch_bounds__(kThreads)
   if constexpr (kHeadTiles > 0) {
     fragments.load(query, weights, lane);
   }
-  const int slots =
-      p.candidates == nullptr ? visible : p.candidate_width * p.candidate_block;
+  const int slots = p.candidates == nullptr ? visible : p.candidate_width * p.candidate_block;
   // Tiles hold whole candidate blocks.
   const int tile = publishes ? kTile / p.candidate_block * p.candidate_block : kTile;
   for (int begin = 0; begin < slots; begin += tile) {
@@ -114,9 +113,7 @@ __global__ void __launch_bounds__(kThreads)
     } else {
       for (int i = threadIdx.x; i < count; i += kThreads) {
         const int entry = slot_entry(p, token, begin + i, visible);
-        scores[i] = entry < 0
-                        ? 0
-                        : ordered_bits(score_thread(p, query, weights, pages.row(entry)));
+        scores[i] = entry < 0 ? 0 : ordered_bits(score_thread(p, query, weights, pages.row(entry)));
       }
     }
     __syncthreads();

@@ -1,20 +1,23 @@
-// Index selection by several blocks per token: the form for few tokens over long caches. Same scores,
-// same selection as index_select.cu, bit for bit.
+// Index selection by several blocks per token: the form for few tokens over long caches. Same
+// scores, same selection as index_select.cu, bit for bit.
 //
 // in, out  as index_select.cu, and a bound of the visible entries that sizes grids and scratch
 //
 // query    one block per token: queries rotated, quantized and packed as A operands     -> scratch
-// score    block = 1024 slots of a token: scores as ordered integers -> scratch [T, bound]; counts per
+// score    block = 1024 slots of a token: scores as ordered integers -> scratch [T, bound]; counts
+// per
 //          leading 12 bits, in shared memory first, then added to the token's histogram
-// collect  block = 4096 slots: from the histogram, the bin that holds the k-th largest score; slots above
+// collect  block = 4096 slots: from the histogram, the bin that holds the k-th largest score; slots
+// above
 //          that bin are selected, slots in it become candidates
-// finish   block = one token: the missing ones are the best candidates (exact, device/top_k.cuh); ids
+// finish   block = one token: the missing ones are the best candidates (exact, device/top_k.cuh);
+// ids
 //          sorted ascending
 //
-// A candidate source runs collect and finish twice in the same launches: for entries, and for the maxima
-// of its candidate blocks. Integer counters make the lists' order vary; the selected sets do not.
-// Shared: 4 KiB scores and 16 KiB counts (score), 16 KiB counts (collect), at most 40 KiB (finish).
-// Bound by 68 B per entry, plus 12 B of scores and ids written and read.
+// A candidate source runs collect and finish twice in the same launches: for entries, and for the
+// maxima of its candidate blocks. Integer counters make the lists' order vary; the selected sets do
+// not. Shared: 4 KiB scores and 16 KiB counts (score), 16 KiB counts (collect), at most 40 KiB
+// (finish). Bound by 68 B per entry, plus 12 B of scores and ids written and read.
 #include "ops/cuda/index_score.cuh"
 #include "ops/cuda/index_split.cuh"
 
@@ -22,8 +25,8 @@ namespace cachalot::ops::cuda {
 namespace {
 
 constexpr int kThreads = kIndexThreads;
-constexpr int kSpan = 1024;      // slots of a score block
-constexpr int kCollect = 4096;   // scores of a collect block
+constexpr int kSpan = 1024;     // slots of a score block
+constexpr int kCollect = 4096;  // scores of a collect block
 constexpr int kBinBits = 12;
 constexpr int kBins = 1 << kBinBits;
 constexpr int kPerThread = kBins / kThreads;
@@ -31,12 +34,12 @@ constexpr int kFinishRoom = 4096;
 
 // A list to select from: the entries of a token, or its candidate blocks.
 struct List {
-  uint32_t* scores;    // [T, bound]
-  int32_t* found;      // [T, k]: ids above the k-th score's bin
-  int32_t* ties;       // [T, bound]: ids in that bin
-  int* counters;       // [T, 2]: of found and of ties
-  int* histogram;      // [T, kBins]
-  int32_t* out;        // [T, k]
+  uint32_t* scores;  // [T, bound]
+  int32_t* found;    // [T, k]: ids above the k-th score's bin
+  int32_t* ties;     // [T, bound]: ids in that bin
+  int* counters;     // [T, 2]: of found and of ties
+  int* histogram;    // [T, kBins]
+  int32_t* out;      // [T, k]
   int bound;
   int k;
 };
@@ -91,7 +94,8 @@ __global__ void __launch_bounds__(kThreads) query_kernel(const __grid_constant__
     for (int r = 0; r < 2; ++r) {
       query_fragment(query, 16 * m + lane.g + 8 * r, i, lane, a[r], a[2 + r]);
     }
-    reinterpret_cast<uint4*>(s.queries)[((token * kHeadTiles + m) * 8 + i) * 32 + threadIdx.x % 32] =
+    reinterpret_cast<uint4*>(
+        s.queries)[((token * kHeadTiles + m) * 8 + i) * 32 + threadIdx.x % 32] =
         make_uint4(a[0], a[1], a[2], a[3]);
   }
 }
@@ -249,10 +253,11 @@ __global__ void __launch_bounds__(kThreads) collect_kernel(const __grid_constant
 }
 
 // Entry of a slot that is known to have one.
-__device__ __forceinline__ int32_t list_id(const Split& s, int64_t token, bool of_blocks, int slot) {
-  return of_blocks || s.p.candidates == nullptr
-             ? slot
-             : slot_entry(s.p, token, slot, 0x7FFFFFFF);
+__device__ __forceinline__ int32_t list_id(const Split& s,
+                                           int64_t token,
+                                           bool of_blocks,
+                                           int slot) {
+  return of_blocks || s.p.candidates == nullptr ? slot : slot_entry(s.p, token, slot, 0x7FFFFFFF);
 }
 
 // blockIdx.y: 0 entries, 1 candidate blocks.
@@ -286,7 +291,8 @@ __global__ void __launch_bounds__(kThreads) finish_kernel(const __grid_constant_
   best.reset();
   __syncthreads();
   for (int begin = 0; begin < ties; begin += kSpan) {
-    for (int i = begin + static_cast<int>(threadIdx.x); i < min(begin + kSpan, ties); i += kThreads) {
+    for (int i = begin + static_cast<int>(threadIdx.x); i < min(begin + kSpan, ties);
+         i += kThreads) {
       const int slot = tied[i];
       best.push(selection_key(scores[slot], static_cast<uint32_t>(slot)), need > 0);
     }
@@ -306,7 +312,9 @@ __global__ void __launch_bounds__(kThreads) finish_kernel(const __grid_constant_
 }
 
 // Slots of a list, to a multiple of 16 bytes.
-int padded(int64_t n) { return static_cast<int>(ceil_div(n, 4) * 4); }
+int padded(int64_t n) {
+  return static_cast<int>(ceil_div(n, 4) * 4);
+}
 
 void take(Scratch& scratch, List& list, int64_t tokens, int64_t slots, int k, int32_t* out) {
   list.bound = padded(slots);
@@ -334,22 +342,21 @@ Status run(OpContext& ctx, const Split& s, int64_t tokens) {
                                   kThreads,
                                   4 * s.p.heads * s.p.dim,
                                   s));
+  CACHALOT_RETURN_IF_ERROR(launch(ctx,
+                                  "index_score",
+                                  score_kernel<Act, kHeadTiles>,
+                                  dim3(extent(ceil_div(s.entries.bound, kSpan)), extent(tokens)),
+                                  kThreads,
+                                  0,
+                                  s));
   CACHALOT_RETURN_IF_ERROR(
       launch(ctx,
-             "index_score",
-             score_kernel<Act, kHeadTiles>,
-             dim3(extent(ceil_div(s.entries.bound, kSpan)), extent(tokens)),
+             "index_collect",
+             collect_kernel,
+             dim3(extent(ceil_div(s.entries.bound, kCollect)), extent(tokens), publishes ? 2 : 1),
              kThreads,
              0,
              s));
-  CACHALOT_RETURN_IF_ERROR(launch(
-      ctx,
-      "index_collect",
-      collect_kernel,
-      dim3(extent(ceil_div(s.entries.bound, kCollect)), extent(tokens), publishes ? 2 : 1),
-      kThreads,
-      0,
-      s));
   return launch(ctx,
                 "index_finish",
                 finish_kernel,
@@ -419,9 +426,8 @@ Status index_split(OpContext& ctx, const IndexSelectArgs& args) {
   }
   s.queries = scratch.array<uint32_t>(t * head_tiles * 8 * 32 * 4);
   CACHALOT_RETURN_IF_ERROR(scratch.status("index_select"));
-  return with_act(args.q.dtype, [&](auto act) {
-    return run_tiles<decltype(act)>(ctx, s, t, head_tiles);
-  });
+  return with_act(args.q.dtype,
+                  [&](auto act) { return run_tiles<decltype(act)>(ctx, s, t, head_tiles); });
 }
 
 }  // namespace cachalot::ops::cuda

@@ -1,5 +1,5 @@
-// Prepares the input rows of linears: quantization to FP8 blocks and back, and the column order that
-// the weight fragments expect (device/weights.cuh).
+// Prepares the input rows of linears: quantization to FP8 blocks and back, and the column order
+// that the weight fragments expect (device/weights.cuh).
 //
 // in   x [T, K] bf16        out  [T, K] bf16, K permuted within chunks of 256
 // Eight columns per thread; four neighbouring threads hold a block of 32 and agree on its amax by
@@ -96,8 +96,7 @@ Status prepare_input(const OpContext& ctx,
                 out);
 }
 
-Status quantize_rows(
-    const OpContext& ctx, const Bf16* x, int64_t rows, int64_t width, Bf16* out) {
+Status quantize_rows(const OpContext& ctx, const Bf16* x, int64_t rows, int64_t width, Bf16* out) {
   const int64_t blocks = rows * ceil_div(width, 32);
   return launch(ctx,
                 "quantize_rows",

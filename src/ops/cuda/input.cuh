@@ -1,5 +1,5 @@
-// Inputs of the tensor-core linears: rows in the column order of the weight format, quantized to FP8
-// blocks and back where the model does so.
+// Inputs of the tensor-core linears: rows in the column order of the weight format, quantized to
+// FP8 blocks and back where the model does so.
 #pragma once
 
 #include "ops/cuda/device/weights.cuh"
@@ -7,8 +7,8 @@
 
 namespace cachalot::ops::cuda {
 
-// out = x [rows, width] (act BF16, width a multiple of 256) in `layout`; with `quantize`, each block of
-// 32 columns as it reads back from FP8.
+// out = x [rows, width] (act BF16, width a multiple of 256) in `layout`; with `quantize`, each
+// block of 32 columns as it reads back from FP8.
 Status prepare_input(const OpContext& ctx,
                      const Bf16* x,
                      int64_t rows,
@@ -17,9 +17,8 @@ Status prepare_input(const OpContext& ctx,
                      bool quantize,
                      Bf16* out);
 
-// Element-wise forms for the kernels without tensor cores: out [rows, width] in natural order, quantized
-// to FP8 blocks and back (the last block may be short).
-Status quantize_rows(
-    const OpContext& ctx, const Bf16* x, int64_t rows, int64_t width, Bf16* out);
+// Element-wise forms for the kernels without tensor cores: out [rows, width] in natural order,
+// quantized to FP8 blocks and back (the last block may be short).
+Status quantize_rows(const OpContext& ctx, const Bf16* x, int64_t rows, int64_t width, Bf16* out);
 
 }  // namespace cachalot::ops::cuda

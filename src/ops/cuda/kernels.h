@@ -1,8 +1,8 @@
-// The kernels of the CUDA backend, one function per entry of the kernel table. All tensors of the args
-// lie in device memory; see ops.h for what each op computes.
+// The kernels of the CUDA backend, one function per entry of the kernel table. All tensors of the
+// args lie in device memory; see ops.h for what each op computes.
 //
-// Scratch comes from OpContext::scratch, an Arena over a block of device memory; a call that finds too
-// little of it returns kResourceExhausted before it launches anything.
+// Scratch comes from OpContext::scratch, an Arena over a block of device memory; a call that finds
+// too little of it returns kResourceExhausted before it launches anything.
 #pragma once
 
 #include "ops/ops.h"

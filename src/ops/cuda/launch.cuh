@@ -19,10 +19,16 @@ namespace cachalot::ops::cuda {
 constexpr int64_t kDefaultShared = 48 << 10;
 constexpr int64_t kSharedCapacity = 232448;  // of one SM90 block, after opting in
 
-inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-inline unsigned extent(int64_t n) { return static_cast<unsigned>(n); }
+inline int64_t ceil_div(int64_t a, int64_t b) {
+  return (a + b - 1) / b;
+}
+inline unsigned extent(int64_t n) {
+  return static_cast<unsigned>(n);
+}
 
-inline Param param(const TensorView& view) { return {view.data, view.dtype == DType::kBF16}; }
+inline Param param(const TensorView& view) {
+  return {view.data, view.dtype == DType::kBF16};
+}
 
 inline Status cuda_status(cudaError_t error, const char* what) {
   if (error == cudaSuccess) {

@@ -1,18 +1,19 @@
 // y = x W^T on tensor cores, for BF16 inputs: FP8 (32 x 32 blocks), FP4 (row blocks), BF16 and F32
-// weights, expanded to BF16 in registers. The result equals the block-scaled product up to the order
-// of FP32 sums: E4M3 and E2M1 times a power of two are exact in BF16, and so are their inputs.
+// weights, expanded to BF16 in registers. The result equals the block-scaled product up to the
+// order of FP32 sums: E4M3 and E2M1 times a power of two are exact in BF16, and so are their
+// inputs.
 //
-// in   x [T, groups * K] bf16, weights [N, K]        out  y [T, N] bf16|f32, up to four weights per call
-// Tiles: an mma takes 16 rows of W as its A operand and 8 tokens as B. A block has 8 warps; kSplit (1
-// or 4) warps share a tile, one segment of K each. blockIdx.y runs over groups of 8 kTiles tokens.
-// Shared: 5 stages of at most 2.1 KiB per warp for weights (87 KiB), 5 KiB per token tile for the partial
-// sums. Input fragments come from L1/L2.
+// in   x [T, groups * K] bf16, weights [N, K]        out  y [T, N] bf16|f32, up to four weights per
+// call Tiles: an mma takes 16 rows of W as its A operand and 8 tokens as B. A block has 8 warps;
+// kSplit (1 or 4) warps share a tile, one segment of K each. blockIdx.y runs over groups of 8
+// kTiles tokens. Shared: 5 stages of at most 2.1 KiB per warp for weights (87 KiB), 5 KiB per token
+// tile for the partial sums. Input fragments come from L1/L2.
 //
 //   warp   fill stages 0 .. 3 | wait for x | fill 4 . mma 0 | fill 0 . mma 1 | ...
 //   block  partial sums -> shared, segments added in order -> y
 //
-// Bound by weight bytes up to about 64 tokens. The order of every sum is that of device/weights.cuh and
-// depends on K alone.
+// Bound by weight bytes up to about 64 tokens. The order of every sum is that of device/weights.cuh
+// and depends on K alone.
 #include "ops/cuda/device/weights.cuh"
 #include "ops/cuda/input.cuh"
 #include "ops/cuda/launch.cuh"
@@ -165,7 +166,7 @@ Status run_format(OpContext& ctx,
                   WeightFormat format,
                   std::span<const LinearTarget> targets) {
   const int64_t tokens = args.x.dim(0), width = args.x.dim(1), in = width / args.groups;
-  const InputLayout layout = format == WeightFormat::kFp8Block  ? InputLayout::kFp8
+  const InputLayout layout = format == WeightFormat::kFp8Block ? InputLayout::kFp8
                              : format == WeightFormat::kFp4Row ? InputLayout::kFp4
                                                                : InputLayout::kNatural;
   const bool quantize = args.quantize_input && targets[0].weight->quantizes_input();
@@ -190,7 +191,7 @@ Status run_format(OpContext& ctx,
                                .y_is_bf16 = targets[i].y.dtype == DType::kBF16};
       p.tiles += static_cast<int>(ceil_div(w.out, kTileRows));
     }
-    CACHALOT_RETURN_IF_ERROR(format == WeightFormat::kFp8Block  ? launch_format<Fp8Weights>(ctx, p)
+    CACHALOT_RETURN_IF_ERROR(format == WeightFormat::kFp8Block ? launch_format<Fp8Weights>(ctx, p)
                              : format == WeightFormat::kFp4Row ? launch_format<Fp4Weights>(ctx, p)
                              : format == WeightFormat::kBF16   ? launch_format<Bf16Weights>(ctx, p)
                                                                : launch_format<F32Weights>(ctx, p));

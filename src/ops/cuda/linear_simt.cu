@@ -1,5 +1,5 @@
-// y = x W^T for any width, input type and weight format: the fallback of linear_mma.cu, and the only
-// form for F32 inputs.
+// y = x W^T for any width, input type and weight format: the fallback of linear_mma.cu, and the
+// only form for F32 inputs.
 //
 // in   x [T, groups * K] act, weight [N, K] of any matrix format      out  y [T, N] bf16|f32
 // One warp per output element, 32 columns per step, FP32 accumulation and a shuffle sum. No shared

@@ -43,12 +43,10 @@ class CudaMemory : public Memory {
     if (bytes == 0) {
       return {};
     }
-    return cuda_error(cudaMemcpyAsync(to,
-                                      from,
-                                      static_cast<size_t>(bytes),
-                                      kind,
-                                      static_cast<cudaStream_t>(stream)),
-                      "copy");
+    return cuda_error(
+        cudaMemcpyAsync(
+            to, from, static_cast<size_t>(bytes), kind, static_cast<cudaStream_t>(stream)),
+        "copy");
   }
 };
 
@@ -58,8 +56,7 @@ Result<Memory*> cuda_memory() {
   static CudaMemory memory;
   int count = 0;
   if (const cudaError_t code = cudaGetDeviceCount(&count); code != cudaSuccess || count == 0) {
-    return Status(Code::kUnavailable,
-                  std::string("no CUDA device: ") + cudaGetErrorString(code));
+    return Status(Code::kUnavailable, std::string("no CUDA device: ") + cudaGetErrorString(code));
   }
   return static_cast<Memory*>(&memory);
 }

@@ -43,7 +43,9 @@ std::vector<float> normed_rotated(const std::vector<double>& x,
 }
 
 // Number of entries of `ratio` that position p sees.
-int64_t visible_entries(int64_t p, int64_t ratio) { return (p + 1) / ratio; }
+int64_t visible_entries(int64_t p, int64_t ratio) {
+  return (p + 1) / ratio;
+}
 
 // The best `count` of `scores` (ties: the lower index; -inf never), ascending.
 std::vector<int32_t> best(const std::vector<float>& scores, int64_t count) {
@@ -75,8 +77,8 @@ Status rope_table(OpContext&, const RopeTableArgs& args) {
   for (int64_t row = 0; row < n; ++row) {
     for (int64_t i = 0; i < half; ++i) {
       // The FP32 product is part of the definition: near position 2^20 it is off by up to 0.03 rad.
-      const float angle = static_cast<float>(args.position.as<int32_t>()[row]) *
-                          args.frequency.as<float>()[i];
+      const float angle =
+          static_cast<float>(args.position.as<int32_t>()[row]) * args.frequency.as<float>()[i];
       float* out = args.table.as<float>() + (row * half + i) * 2;
       out[0] = static_cast<float>(std::cos(static_cast<double>(angle)));
       out[1] = static_cast<float>(std::sin(static_cast<double>(angle)));
@@ -153,11 +155,11 @@ Status index_select(OpContext&, const IndexSelectArgs& args) {
   constexpr float kNone = -std::numeric_limits<float>::infinity();
   const int64_t t = args.rows.rows, hi = args.w.dim(1), di = args.q.dim(1) / hi;
   const int64_t half = args.rope.dim(1), k = args.selected.dim(1);
-  const double scale = 1.0 / std::sqrt(static_cast<double>(di)) / std::sqrt(static_cast<double>(hi));
+  const double scale =
+      1.0 / std::sqrt(static_cast<double>(di)) / std::sqrt(static_cast<double>(hi));
   for (int64_t row = 0; row < t; ++row) {
     const int64_t s = args.rows.sequence.as<int32_t>()[row];
-    const int64_t visible =
-        visible_entries(args.rows.position.as<int32_t>()[row], args.ratio);
+    const int64_t visible = visible_entries(args.rows.position.as<int32_t>()[row], args.ratio);
     std::vector<float> q(static_cast<size_t>(hi * di));
     std::vector<uint8_t> bytes(static_cast<size_t>(quant::index_row_bytes(di)));
     for (int64_t h = 0; h < hi; ++h) {
@@ -178,7 +180,8 @@ Status index_select(OpContext&, const IndexSelectArgs& args) {
       for (int64_t h = 0; h < hi; ++h) {
         double dot = 0;
         for (int64_t i = 0; i < di; ++i) {
-          dot += static_cast<double>(q[static_cast<size_t>(h * di + i)]) * key[static_cast<size_t>(i)];
+          dot +=
+              static_cast<double>(q[static_cast<size_t>(h * di + i)]) * key[static_cast<size_t>(i)];
         }
         sum += std::max(dot, 0.0) * load(args.w, row * hi + h);
       }
@@ -223,8 +226,7 @@ Status attend(OpContext&, const AttendArgs& args) {
     const int64_t start = args.rows.start.as<int32_t>()[s];
     const int64_t first_row = args.rows.row_begin.as<int32_t>()[s];
     const int64_t window = args.window.window;
-    const int64_t from =
-        std::max<int64_t>(args.window.floor.as<int32_t>()[s], p - window + 1);
+    const int64_t from = std::max<int64_t>(args.window.floor.as<int32_t>()[s], p - window + 1);
     std::vector<std::vector<float>> keys;
     const auto push = [&](const auto& decode) {
       keys.emplace_back(static_cast<size_t>(k));

@@ -13,25 +13,25 @@ std::vector<float> weight_row(const Weight& weight, int64_t row) {
       }
       break;
     case WeightFormat::kFp8Block: {
-      const auto* scales = static_cast<const uint8_t*>(weight.scales.data) +
-                           row / 32 * quant::blocks(n, 32);
+      const auto* scales =
+          static_cast<const uint8_t*>(weight.scales.data) + row / 32 * quant::blocks(n, 32);
       quant::fp8_dequantize(
           static_cast<const uint8_t*>(weight.values.data) + row * n, scales, n, values.data());
       break;
     }
     case WeightFormat::kFp8Row:
-      quant::fp8_dequantize(static_cast<const uint8_t*>(weight.values.data) + row * n,
-                            static_cast<const uint8_t*>(weight.scales.data) +
-                                row * quant::blocks(n, 32),
-                            n,
-                            values.data());
+      quant::fp8_dequantize(
+          static_cast<const uint8_t*>(weight.values.data) + row * n,
+          static_cast<const uint8_t*>(weight.scales.data) + row * quant::blocks(n, 32),
+          n,
+          values.data());
       break;
     case WeightFormat::kFp4Row:
-      quant::fp4_index_dequantize(static_cast<const uint8_t*>(weight.values.data) + row * n / 2,
-                                  static_cast<const uint8_t*>(weight.scales.data) +
-                                      row * quant::blocks(n, 32),
-                                  n,
-                                  values.data());
+      quant::fp4_index_dequantize(
+          static_cast<const uint8_t*>(weight.values.data) + row * n / 2,
+          static_cast<const uint8_t*>(weight.scales.data) + row * quant::blocks(n, 32),
+          n,
+          values.data());
       break;
   }
   return values;

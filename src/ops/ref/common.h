@@ -33,7 +33,9 @@ inline float rounded(double value, DType dtype) {
   return dtype == DType::kBF16 ? round_bf16(f) : f;
 }
 
-inline double sigmoid(double x) { return 1.0 / (1.0 + std::exp(-x)); }
+inline double sigmoid(double x) {
+  return 1.0 / (1.0 + std::exp(-x));
+}
 
 // Row `row` of a weight, decoded.
 std::vector<float> weight_row(const Weight& weight, int64_t row);

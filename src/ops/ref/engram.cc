@@ -22,9 +22,8 @@ Status engram_hash(OpContext&, const EngramHashArgs& args) {
       }
       for (int64_t h = 0; h < heads; ++h) {
         const int64_t column = (back - 1) * heads + h;
-        args.ids.as<int32_t>()[row * (n - 1) * heads + column] =
-            static_cast<int32_t>(hash % args.prime.as<int64_t>()[column] +
-                                 args.offset.as<int64_t>()[column]);
+        args.ids.as<int32_t>()[row * (n - 1) * heads + column] = static_cast<int32_t>(
+            hash % args.prime.as<int64_t>()[column] + args.offset.as<int64_t>()[column]);
       }
     }
   }

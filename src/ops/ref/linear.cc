@@ -25,11 +25,8 @@ std::vector<double> matvec(const TensorView& x, int64_t row, const Weight& weigh
 }
 
 // One expert on one row; `weight` multiplies the hidden values before w2.
-std::vector<double> expert(const TensorView& x,
-                           int64_t row,
-                           const ExpertView& w,
-                           double limit,
-                           double weight) {
+std::vector<double> expert(
+    const TensorView& x, int64_t row, const ExpertView& w, double limit, double weight) {
   const std::vector<double> gate = matvec(x, row, w.w1, true);
   const std::vector<double> up = matvec(x, row, w.w3, true);
   std::vector<float> memory(gate.size());
@@ -47,7 +44,9 @@ std::vector<double> expert(const TensorView& x,
 }
 
 // ln(1 + e^x) without overflow or cancellation.
-double softplus(double x) { return x > 20.0 ? x : std::log1p(std::exp(x)); }
+double softplus(double x) {
+  return x > 20.0 ? x : std::log1p(std::exp(x));
+}
 
 }  // namespace
 
@@ -92,9 +91,8 @@ Status gate(OpContext&, const GateArgs& args) {
       const auto biased = [&](int32_t i) {
         return static_cast<float>(scores[static_cast<size_t>(i)]) + bias[i];
       };
-      std::stable_sort(order.begin(), order.end(), [&](int32_t a, int32_t b) {
-        return biased(a) > biased(b);
-      });
+      std::stable_sort(
+          order.begin(), order.end(), [&](int32_t a, int32_t b) { return biased(a) > biased(b); });
       std::sort(order.begin(), order.begin() + k);
       std::copy_n(order.begin(), k, chosen);
     } else {
@@ -105,8 +103,8 @@ Status gate(OpContext&, const GateArgs& args) {
       sum += scores[static_cast<size_t>(chosen[i])];
     }
     for (int64_t i = 0; i < k; ++i) {
-      args.weights.as<float>()[row * k + i] = static_cast<float>(
-          scores[static_cast<size_t>(chosen[i])] / (sum + 1e-20) * args.scale);
+      args.weights.as<float>()[row * k + i] =
+          static_cast<float>(scores[static_cast<size_t>(chosen[i])] / (sum + 1e-20) * args.scale);
     }
   }
   return {};

@@ -17,8 +17,8 @@ std::vector<double> expanded_row(const TensorView& x, const Pending& pending, in
       double value = load(x, (t * m + k) * d + i);
       if (!pending.empty()) {
         const float* comb = pending.comb.as<float>() + t * m * m;
-        value = static_cast<double>(pending.post.as<float>()[t * m + k]) *
-                load(pending.y, t * d + i);
+        value =
+            static_cast<double>(pending.post.as<float>()[t * m + k]) * load(pending.y, t * d + i);
         for (int64_t j = 0; j < m; ++j) {
           value += static_cast<double>(comb[j * m + k]) * load(x, (t * m + j) * d + i);
         }
@@ -31,11 +31,8 @@ std::vector<double> expanded_row(const TensorView& x, const Pending& pending, in
 }
 
 // sum_j pre_j X_j, rounded to the streams' dtype. [D]
-std::vector<double> collapse(const std::vector<double>& x,
-                             const float* pre,
-                             int64_t m,
-                             int64_t d,
-                             DType dtype) {
+std::vector<double> collapse(
+    const std::vector<double>& x, const float* pre, int64_t m, int64_t d, DType dtype) {
   std::vector<double> u(static_cast<size_t>(d));
   for (int64_t i = 0; i < d; ++i) {
     double sum = 0;
@@ -49,7 +46,9 @@ std::vector<double> collapse(const std::vector<double>& x,
 
 // Softmax over columns plus eps, then alternating normalizations that end on the columns.
 void sinkhorn(std::vector<double>& c, int64_t m, double eps, int iters) {
-  const auto at = [&](int64_t j, int64_t k) -> double& { return c[static_cast<size_t>(j * m + k)]; };
+  const auto at = [&](int64_t j, int64_t k) -> double& {
+    return c[static_cast<size_t>(j * m + k)];
+  };
   for (int64_t j = 0; j < m; ++j) {
     double best = at(j, 0), sum = 0;
     for (int64_t k = 1; k < m; ++k) {

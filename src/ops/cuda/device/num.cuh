@@ -13,7 +13,9 @@ struct Bf16 {
   uint16_t bits;
 };
 
-__device__ __forceinline__ float to_float(float x) { return x; }
+__device__ __forceinline__ float to_float(float x) {
+  return x;
+}
 __device__ __forceinline__ float to_float(Bf16 x) {
   return __uint_as_float(static_cast<uint32_t>(x.bits) << 16);
 }
@@ -33,7 +35,9 @@ __device__ __forceinline__ float rounded(float x) {
   return to_float(from_float<T>(x));
 }
 
-__device__ __forceinline__ float low_bf16(uint32_t pair) { return __uint_as_float(pair << 16); }
+__device__ __forceinline__ float low_bf16(uint32_t pair) {
+  return __uint_as_float(pair << 16);
+}
 __device__ __forceinline__ float high_bf16(uint32_t pair) {
   return __uint_as_float(pair & 0xFFFF0000u);
 }
@@ -65,10 +69,8 @@ __device__ __forceinline__ void load_elements(const float* p, float (&v)[kCount]
 template <int kCount>
 __device__ __forceinline__ void store_elements(Bf16* p, const float (&v)[kCount]) {
   if constexpr (kCount == 8) {
-    *reinterpret_cast<uint4*>(p) = make_uint4(bf16_pair(v[0], v[1]),
-                                              bf16_pair(v[2], v[3]),
-                                              bf16_pair(v[4], v[5]),
-                                              bf16_pair(v[6], v[7]));
+    *reinterpret_cast<uint4*>(p) = make_uint4(
+        bf16_pair(v[0], v[1]), bf16_pair(v[2], v[3]), bf16_pair(v[4], v[5]), bf16_pair(v[6], v[7]));
   } else {
     *p = from_float<Bf16>(v[0]);
   }

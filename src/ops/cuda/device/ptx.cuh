@@ -17,9 +17,9 @@ __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-// Programmatic dependent launch. Every kernel waits before it touches anything that an earlier kernel
-// wrote, and lets the next kernel start its prologue as soon as all blocks run. Only data that no
-// kernel writes (weights) may be read before the wait.
+// Programmatic dependent launch. Every kernel waits before it touches anything that an earlier
+// kernel wrote, and lets the next kernel start its prologue as soon as all blocks run. Only data
+// that no kernel writes (weights) may be read before the wait.
 __device__ __forceinline__ void wait_for_previous_kernels() {
   asm volatile("griddepcontrol.wait;" ::: "memory");
 }
@@ -31,13 +31,8 @@ __device__ __forceinline__ void allow_next_kernel() {
 // t = lane % 4: a0, a1 hold rows g and g + 8 of columns 2t, 2t + 1; a2, a3 those of columns 2t + 8,
 // 2t + 9; b0, b1 hold column g of rows 2t, 2t + 1 and 2t + 8, 2t + 9; d0, d1 are row g, columns 2t,
 // 2t + 1; d2, d3 row g + 8.
-__device__ __forceinline__ void mma_bf16(float (&d)[4],
-                                         uint32_t a0,
-                                         uint32_t a1,
-                                         uint32_t a2,
-                                         uint32_t a3,
-                                         uint32_t b0,
-                                         uint32_t b1) {
+__device__ __forceinline__ void mma_bf16(
+    float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
   asm volatile(
       "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
       "{%8, %9}, {%0, %1, %2, %3};"

@@ -18,7 +18,9 @@ constexpr uint32_t kInfinityBits = 0x7F800000u;
 __device__ __forceinline__ uint32_t magnitude_bits(float x) {
   return __float_as_uint(x) & 0x7FFFFFFFu;
 }
-__device__ __forceinline__ bool finite_bits(uint32_t bits) { return bits < kInfinityBits; }
+__device__ __forceinline__ bool finite_bits(uint32_t bits) {
+  return bits < kInfinityBits;
+}
 
 // 2^(byte - 127); byte 255 is NaN.
 __device__ __forceinline__ float e8m0_value(uint32_t byte) {

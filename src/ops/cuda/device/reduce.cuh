@@ -25,9 +25,9 @@ __device__ __forceinline__ float warp_max(float v) {
   return v;
 }
 
-// Sums of kCount values over all threads of a one-dimensional block of whole warps; every thread gets
-// the result. `slots` is shared memory for kCount floats per warp; the first barrier inside protects
-// its earlier use.
+// Sums of kCount values over all threads of a one-dimensional block of whole warps; every thread
+// gets the result. `slots` is shared memory for kCount floats per warp; the first barrier inside
+// protects its earlier use.
 template <int kCount>
 __device__ __forceinline__ void block_sum(float (&v)[kCount], float* slots) {
   const int warp = static_cast<int>(threadIdx.x) / kWarp;

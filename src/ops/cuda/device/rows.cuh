@@ -18,8 +18,8 @@ __device__ __forceinline__ float2 rotate_pair(float a, float b, float c, float s
 
 // The factor of RMSNorm from a sum of squares.
 __device__ __forceinline__ float rms_factor(float square_sum, int64_t n, float eps) {
-  return static_cast<float>(
-      1.0 / sqrt(static_cast<double>(square_sum) / static_cast<double>(n) + eps));
+  return static_cast<float>(1.0 /
+                            sqrt(static_cast<double>(square_sum) / static_cast<double>(n) + eps));
 }
 
 // row[i] = norm(x)[i], rounded to T. `slots` as for block_sum(). All threads must call it.
@@ -43,8 +43,7 @@ template <class T>
 __device__ void rotate_row(float* row, int64_t n, const float* cos_sin, int64_t half) {
   float* tail = row + n - 2 * half;
   for (int64_t i = threadIdx.x; i < half; i += blockDim.x) {
-    const float2 v =
-        rotate_pair(tail[2 * i], tail[2 * i + 1], cos_sin[2 * i], cos_sin[2 * i + 1]);
+    const float2 v = rotate_pair(tail[2 * i], tail[2 * i + 1], cos_sin[2 * i], cos_sin[2 * i + 1]);
     tail[2 * i] = rounded<T>(v.x);
     tail[2 * i + 1] = rounded<T>(v.y);
   }
@@ -62,8 +61,8 @@ __device__ __forceinline__ uint32_t row_amax(const float* row, int64_t begin, in
 
 enum class RowFormat { kWindow, kMain, kIndex };
 
-// Writes the cache row of `row` (n values in shared memory) in the layout of quant/block.h. One thread
-// per scale block: rows are short, and their blocks many.
+// Writes the cache row of `row` (n values in shared memory) in the layout of quant/block.h. One
+// thread per scale block: rows are short, and their blocks many.
 template <RowFormat kFormat>
 __device__ void encode_row(const float* row, int64_t n, uint8_t* out) {
   constexpr int64_t kBlock = kFormat == RowFormat::kMain ? 16 : 32;
@@ -72,7 +71,7 @@ __device__ void encode_row(const float* row, int64_t n, uint8_t* out) {
   for (int64_t b = threadIdx.x; b < blocks; b += blockDim.x) {
     const int64_t begin = b * kBlock, end = min(n, begin + kBlock);
     const uint32_t amax = row_amax(row, begin, end);
-    const uint32_t scale = kFormat == RowFormat::kWindow  ? fp8_scale(amax)
+    const uint32_t scale = kFormat == RowFormat::kWindow ? fp8_scale(amax)
                            : kFormat == RowFormat::kMain ? fp4_main_scale(amax)
                                                          : fp4_index_scale(amax);
     scales[b] = static_cast<uint8_t>(scale);
@@ -85,11 +84,11 @@ __device__ void encode_row(const float* row, int64_t n, uint8_t* out) {
           out[i + 1] = static_cast<uint8_t>(codes >> 8);
         }
       } else if constexpr (kFormat == RowFormat::kMain) {
-        out[i / 2] = static_cast<uint8_t>(fp4_main_code(low, scale) |
-                                          fp4_main_code(high, scale) << 4);
+        out[i / 2] =
+            static_cast<uint8_t>(fp4_main_code(low, scale) | fp4_main_code(high, scale) << 4);
       } else {
-        out[i / 2] = static_cast<uint8_t>(fp4_index_code(low, scale) |
-                                          fp4_index_code(high, scale) << 4);
+        out[i / 2] =
+            static_cast<uint8_t>(fp4_index_code(low, scale) | fp4_index_code(high, scale) << 4);
       }
     }
   }

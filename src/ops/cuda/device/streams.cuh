@@ -30,8 +30,8 @@ struct PendingRows {
   }
 };
 
-// Columns [i, i + kVector) of all m <= kStreams streams of one token with the pending output applied,
-// rounded to Act: out_k = post_k y + sum_j comb_jk x_j.
+// Columns [i, i + kVector) of all m <= kStreams streams of one token with the pending output
+// applied, rounded to Act: out_k = post_k y + sum_j comb_jk x_j.
 template <class Act, int kStreams, int kVector>
 __device__ __forceinline__ void expand_columns(const Act* x,
                                                const PendingRow<Act>& pending,

@@ -1,8 +1,9 @@
 // Exact selection of the k largest of a stream of distinct 64-bit keys by one block.
 //
-// Keys above a threshold collect in a buffer in shared memory. When it fills up, a radix select finds
-// the k-th largest, the others are dropped and the threshold rises. The outcome does not depend on the
-// order of arrival. Buffers cannot overflow: a tile is pushed only if a whole tile fits.
+// Keys above a threshold collect in a buffer in shared memory. When it fills up, a radix select
+// finds the k-th largest, the others are dropped and the threshold rises. The outcome does not
+// depend on the order of arrival. Buffers cannot overflow: a tile is pushed only if a whole tile
+// fits.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -31,8 +32,8 @@ __device__ __forceinline__ uint32_t selection_id(uint64_t key) {
 // Shared-memory variables of one TopK.
 struct TopKState {
   int count;
-  int found;         // digit of the radix pass
-  int above;         // keys above that digit
+  int found;           // digit of the radix pass
+  int above;           // keys above that digit
   uint64_t threshold;  // keys must be larger
   int histogram[256];
 };
@@ -146,8 +147,8 @@ struct TopK {
   }
 };
 
-// Sorts n <= size ids in shared memory in ascending order; size is a power of two and ids has that many
-// places. All threads.
+// Sorts n <= size ids in shared memory in ascending order; size is a power of two and ids has that
+// many places. All threads.
 __device__ inline void sort_ids(uint32_t* ids, int n, int size) {
   for (int i = n + static_cast<int>(threadIdx.x); i < size; i += static_cast<int>(blockDim.x)) {
     ids[i] = 0xFFFFFFFFu;

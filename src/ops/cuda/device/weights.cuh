@@ -2,19 +2,20 @@
 // storage to BF16 registers.
 //
 // K runs in chunks of kChunk columns. Inside a chunk the 16 columns of one mma are chosen so that a
-// lane's loads are 16 contiguous bytes and unpacking needs no byte permutation; the input is laid out
-// to match (InputLayout below), once per step by the kernel that quantizes it. Every kernel that
-// multiplies weights uses these fragments and sums in the same order (see ChunkSum), so a row's result
-// does not depend on how many rows there are or on which kernel ran.
+// lane's loads are 16 contiguous bytes and unpacking needs no byte permutation; the input is laid
+// out to match (InputLayout below), once per step by the kernel that quantizes it. Every kernel
+// that multiplies weights uses these fragments and sums in the same order (see ChunkSum), so a
+// row's result does not depend on how many rows there are or on which kernel ran.
 //
-// Weights travel through a ring of stages in shared memory, filled by cp.async. A lane copies exactly
-// the bytes that it will read, so the ring needs no barrier: waiting for one's own copies is enough.
+// Weights travel through a ring of stages in shared memory, filled by cp.async. A lane copies
+// exactly the bytes that it will read, so the ring needs no barrier: waiting for one's own copies
+// is enough.
 //
-// FP8 and FP4 codes become BF16 by bit placement: the code's magnitude bits at the right place are the
-// value times 2^-120 (E4M3) or 2^-126 (E2M1), subnormals included, and one BF16 multiplication brings
-// in the block scale exactly. The product is kept 2^-40 too small so that every scale byte up to 174
-// (2^47) and down to 50 stays in BF16's range; the FP32 sum is multiplied by 2^40 at the end. Scale
-// bytes outside that range, which no checkpoint has, give infinity or lose bits.
+// FP8 and FP4 codes become BF16 by bit placement: the code's magnitude bits at the right place are
+// the value times 2^-120 (E4M3) or 2^-126 (E2M1), subnormals included, and one BF16 multiplication
+// brings in the block scale exactly. The product is kept 2^-40 too small so that every scale byte
+// up to 174 (2^47) and down to 50 stays in BF16's range; the FP32 sum is multiplied by 2^40 at the
+// end. Scale bytes outside that range, which no checkpoint has, give infinity or lose bits.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -25,10 +26,10 @@
 
 namespace cachalot::ops::cuda {
 
-constexpr int kChunk = 256;        // columns of K that are summed in one go
-constexpr int kTileRows = 16;      // rows of one mma
-constexpr int kTokenTile = 8;      // columns of one mma
-constexpr int kMaxSegments = 4;    // K is summed in at most this many segments of whole chunks
+constexpr int kChunk = 256;      // columns of K that are summed in one go
+constexpr int kTileRows = 16;    // rows of one mma
+constexpr int kTokenTile = 8;    // columns of one mma
+constexpr int kMaxSegments = 4;  // K is summed in at most this many segments of whole chunks
 constexpr float kLateScale = 0x1.0p40f;
 
 // Order of the columns of an input row in memory, in pieces of eight columns.
@@ -71,14 +72,14 @@ struct Lane {
       : g(static_cast<int>(threadIdx.x % 32) / 4), t(static_cast<int>(threadIdx.x) % 4) {}
 };
 
-// Row of a lane's half h (0 or 1) of the tile at `row`. Rows past the matrix repeat its last row: their
-// results are not stored.
+// Row of a lane's half h (0 or 1) of the tile at `row`. Rows past the matrix repeat its last row:
+// their results are not stored.
 __device__ __forceinline__ uint32_t tile_row(int64_t row, int h, int64_t out, const Lane& lane) {
   return static_cast<uint32_t>(min(row + lane.g + 8 * h, out - 1));
 }
 
-// Where a tile of 16 rows lies: this lane's bytes of its two rows, and their scales. Offsets are 32-bit:
-// a matrix is below 4 GiB (checked by fragments_support).
+// Where a tile of 16 rows lies: this lane's bytes of its two rows, and their scales. Offsets are
+// 32-bit: a matrix is below 4 GiB (checked by fragments_support).
 struct TileRows {
   const uint8_t* values;
   const uint8_t* scales;
@@ -137,7 +138,8 @@ struct Fp8Weights {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       rows.value[h] = tile_row(row, h, out, lane) * k + 16 * lane.t;
-      rows.scale[h] = static_cast<uint32_t>(row) / 32 * (k / 32);  // one row of blocks holds the tile
+      rows.scale[h] =
+          static_cast<uint32_t>(row) / 32 * (k / 32);  // one row of blocks holds the tile
     }
     return rows;
   }
@@ -236,13 +238,14 @@ struct Bf16Weights {
     TileRows rows{values};
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      rows.value[h] =
-          (tile_row(row, h, out, lane) * static_cast<uint32_t>(in) + 8 * lane.t) * 2;
+      rows.value[h] = (tile_row(row, h, out, lane) * static_cast<uint32_t>(in) + 8 * lane.t) * 2;
     }
     return rows;
   }
   template <int kIndex>
-  static __device__ __forceinline__ void fragment(uint32_t (&a)[1][4], const Raw& raw, const Lane&) {
+  static __device__ __forceinline__ void fragment(uint32_t (&a)[1][4],
+                                                  const Raw& raw,
+                                                  const Lane&) {
     constexpr int j = kIndex / 2, h = kIndex % 2 * 2;
     a[0][0] = word<h>(raw.v[2 * j]);
     a[0][1] = word<h>(raw.v[2 * j + 1]);
@@ -251,8 +254,8 @@ struct Bf16Weights {
   }
 };
 
-// FP32 weights as the exact sum of three BF16 numbers. A lane has columns 8 t .. 8 t + 7 of 32; its two
-// column groups are the halves of those.
+// FP32 weights as the exact sum of three BF16 numbers. A lane has columns 8 t .. 8 t + 7 of 32; its
+// two column groups are the halves of those.
 struct F32Weights {
   static constexpr int kStep = 32;
   static constexpr int kSlots = 4;
@@ -275,8 +278,7 @@ struct F32Weights {
     TileRows rows{values};
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      rows.value[h] =
-          (tile_row(row, h, out, lane) * static_cast<uint32_t>(in) + 8 * lane.t) * 4;
+      rows.value[h] = (tile_row(row, h, out, lane) * static_cast<uint32_t>(in) + 8 * lane.t) * 4;
     }
     return rows;
   }
@@ -291,7 +293,9 @@ struct F32Weights {
     }
   }
   template <int kIndex>
-  static __device__ __forceinline__ void fragment(uint32_t (&a)[3][4], const Raw& raw, const Lane&) {
+  static __device__ __forceinline__ void fragment(uint32_t (&a)[3][4],
+                                                  const Raw& raw,
+                                                  const Lane&) {
     uint32_t parts[4][3];
     const uint4 &low = raw.v[2 * kIndex], &high = raw.v[2 * kIndex + 1];
     split(parts[0], low.x, low.y);
@@ -389,10 +393,9 @@ __device__ __forceinline__ void multiply_stage(const WeightRing<W, kMats, kStage
     for (int p = 0; p < kAhead; ++p) {
 #pragma unroll
       for (int n = 0; n < kTiles; ++n) {
-        b[p][n] =
-            inputs[n] == nullptr
-                ? make_uint4(0, 0, 0, 0)
-                : *reinterpret_cast<const uint4*>(inputs[n] + k + 32 * (kGroup * kAhead + p));
+        b[p][n] = inputs[n] == nullptr
+                      ? make_uint4(0, 0, 0, 0)
+                      : *reinterpret_cast<const uint4*>(inputs[n] + k + 32 * (kGroup * kAhead + p));
       }
     }
     unrolled<2 * kAhead>([&]<int i>() {
