@@ -1,0 +1,82 @@
+#!/usr/bin/env python3
+"""Writes the seed corpora: valid and nearly valid inputs of each fuzz target.
+
+Usage: fuzz/make_corpus.py [path of the cachalot binary, for the tokenizer seed]
+"""
+
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+
+
+def write(target, name, data):
+    folder = HERE / "corpus" / target
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / name).write_bytes(data if isinstance(data, bytes) else data.encode())
+
+
+def safetensors(header, data_bytes):
+    text = header if isinstance(header, str) else json.dumps(header, separators=(",", ":"))
+    return len(text).to_bytes(8, "little") + text.encode() + bytes(data_bytes)
+
+
+def entry(dtype, shape, begin, end):
+    return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+
+
+def safetensors_seeds():
+    two = {"a": entry("F32", [2], 0, 8), "b": entry("BF16", [1, 3], 8, 14)}
+    all_dtypes, at = {"__metadata__": {"format": "pt"}}, 0
+    sizes = {"F32": 4, "BF16": 2, "F8_E4M3": 1, "F8_E8M0": 1, "I8": 1, "U8": 1, "I32": 4, "I64": 8}
+    for dtype, size in sizes.items():
+        all_dtypes[dtype] = entry(dtype, [2, 1], at, at + 2 * size)
+        at += 2 * size
+    write("safetensors", "empty", safetensors({}, 0))
+    write("safetensors", "two", safetensors(two, 14))
+    write("safetensors", "dtypes", safetensors(all_dtypes, at))
+    write("safetensors", "zero_size", safetensors({"z": entry("U8", [0, 4], 0, 0)}, 0))
+    write("safetensors", "scalar", safetensors({"s": entry("F32", [], 0, 4)}, 4))
+    write("safetensors", "gap", safetensors({"a": entry("U8", [1], 1, 2)}, 2))
+    write("safetensors", "reversed", safetensors({"a": entry("U8", [1], 1, 0)}, 1))
+    write("safetensors", "overflow", safetensors({"a": entry("F32", [2**62, 4], 0, 0)}, 0))
+    write("safetensors", "twice", safetensors('{"a":' + json.dumps(two["a"]) + ',"a":{}}', 8))
+
+
+def config_seeds():
+    golden = HERE.parent / "tests" / "golden" / "config"
+    for path in sorted(golden.glob("*.json")):
+        write("config", path.stem, json.dumps(json.loads(path.read_text()), separators=(",", ":")))
+    for i, text in enumerate(
+        ["hidden_size=128", "swiglu_limit=1.5", "compress_ratios=[0,0,2,2,2,1,1,1,1,1,0]",
+         "rope_scaling.factor=8", "vision_config.patch_size=14", "engram_vocab_size=1000"]
+    ):
+        write("config", f"set_{i}", text)
+
+
+def tokenizer_seeds(binary):
+    with tempfile.TemporaryDirectory() as folder:
+        for size in (259, 300):
+            subprocess.run(
+                [binary, "synth", "--preset", "t1", "--seed", "1", "--out", folder,
+                 "--set", f"vocab_size={size}", "--set", f"engram_compressed_vocab_size={size}",
+                 "--set", "dspark_noise_token_id=0"],
+                check=True,
+            )
+            # Escaped, so that the seeds are ASCII like every source.
+            tokenizer = json.loads((Path(folder) / "tokenizer.json").read_text(encoding="utf-8"))
+            write("tokenizer", f"byte_level_{size}", json.dumps(tokenizer, separators=(",", ":")))
+
+
+def main():
+    safetensors_seeds()
+    config_seeds()
+    if len(sys.argv) > 1:
+        tokenizer_seeds(sys.argv[1])
+
+
+if __name__ == "__main__":
+    main()
