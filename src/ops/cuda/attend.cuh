@@ -61,17 +61,22 @@ __device__ __forceinline__ QueryKeys query_keys(const AttendProblem& a, int64_t 
   return keys;
 }
 
+// Where window key i of a query lies.
+__device__ __forceinline__ const uint8_t* window_row(
+    const AttendProblem& a, int32_t sequence, const QueryKeys& keys, int i) {
+  const int64_t position = keys.first_position + i, start = a.start[sequence];
+  return position >= start
+             ? a.fresh + (a.row_begin[sequence] + position - start) * a.window_row_bytes
+             : a.rings[sequence] + position % a.window * a.window_row_bytes;
+}
+
 // Where key i of a query lies; `is_window` tells its format.
 __device__ __forceinline__ const uint8_t* key_row(
     const AttendProblem& a, int64_t token, const QueryKeys& keys, int i, bool& is_window) {
   const int32_t s = a.sequence[token];
   is_window = i < keys.window_keys;
-  if (!is_window) {
-    return a.main[s].row(a.selected[token * a.width + i - keys.window_keys]);
-  }
-  const int64_t position = keys.first_position + i, start = a.start[s];
-  return position >= start ? a.fresh + (a.row_begin[s] + position - start) * a.window_row_bytes
-                           : a.rings[s] + position % a.window * a.window_row_bytes;
+  return is_window ? window_row(a, s, keys, i)
+                   : a.main[s].row(a.selected[token * a.width + i - keys.window_keys]);
 }
 
 }  // namespace cachalot::ops::cuda

@@ -11,6 +11,7 @@
 // A block has 8 warps and takes kHeads (64, or 16 when there are few tokens) heads of one token.
 // Blocks of 64 keys, in the model's order:
 //
+//   block    addresses of all keys -> shared, once
 //   warp     copy of the next 8 raw rows -> shared (cp.async)   [under way during all of the below]
 //   warp     unpack its 8 rows -> K as BF16 [64][512]                                     | barrier
 //   warp     S = Q K^T: 32 x 32 (16 x 16) scores over half of the 512 columns             | barrier
@@ -21,7 +22,8 @@
 // rows come out 2^-7 too small, which the score and output factors put back. Columns are kept in
 // the order (0, 4, 1, 5, 2, 6, 3, 7) inside groups of eight, which unpacking nibbles yields; Q is
 // stored in the same order and the output is put back. Shared: Q 65 KiB, K 65, raw rows 33, scores
-// 34, P 9 (kHeads = 64): 207 KiB; 124 KiB for 16 heads. Bound: 4 * 64 * 512 * keys FLOP per token;
+// 34, P 9 (kHeads = 64): 207 KiB; 124 KiB for 16 heads; 8 B
+// per key. Bound: 4 * 64 * 512 * keys FLOP per token;
 // the bytes (215 KB per token at 640 keys) are half of that. Results do not depend on kHeads: every
 // sum has the same order in both.
 #include "ops/cuda/attend.cuh"
@@ -58,32 +60,52 @@ struct Shared {
   float rescale[kHeads];
 };
 
-// Starts the copies of this warp's rows of the block at `begin`; returns which of them are window
-// rows (bit i: row i of the warp).
-template <int kHeads>
-__device__ __forceinline__ uint32_t fetch_rows(const AttendProblem& a,
-                                               int64_t token,
-                                               const QueryKeys& keys,
-                                               int begin,
-                                               Shared<kHeads>& shared) {
-  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
-  // Lane i finds row i; the warp copies one row after the other.
-  const int key = begin + warp * kRowsPerWarp + lane;
-  const uint8_t* row = nullptr;
-  bool is_window = false;
-  if (lane < kRowsPerWarp && key < keys.keys) {
-    row = key_row(a, token, keys, key, is_window);
+// Finds the rows of all keys of the token: rows[i] for key i, so that the blocks' copies wait for no
+// address. All threads; returns the number of keys. Rows before `window_keys` are window rows.
+__device__ __forceinline__ int find_rows(
+    const AttendProblem& a, int64_t token, const uint8_t** rows, int& window_keys) {
+  const int32_t s = a.sequence[token];
+  QueryKeys keys;
+  const int64_t p = a.position[token];
+  keys.first_position =
+      max(max(static_cast<int64_t>(a.floor[s]), p - a.window + 1), int64_t{0});
+  window_keys = static_cast<int>(max(p - keys.first_position + 1, int64_t{0}));
+  for (int i = static_cast<int>(threadIdx.x); i < window_keys; i += kThreads) {
+    rows[i] = window_row(a, s, keys, i);
   }
-  const uint32_t window_rows = __ballot_sync(kAllLanes, is_window);
-  const auto address = reinterpret_cast<unsigned long long>(row);
+  int selected = 0;
+  if (a.main != nullptr) {
+    const PagedRows pages = a.main[s];
+    const auto page_rows = static_cast<uint32_t>(pages.page_rows);
+    for (int base = 0; base < a.width; base += kThreads) {
+      const int i = base + static_cast<int>(threadIdx.x);
+      const int32_t entry = i < a.width ? a.selected[token * a.width + i] : -1;
+      if (entry >= 0) {
+        const uint32_t page = static_cast<uint32_t>(entry) / page_rows;
+        const uint32_t row = static_cast<uint32_t>(entry) - page * page_rows;
+        rows[window_keys + i] = pages.pages[page] + row * pages.row_bytes;
+      }
+      selected += __syncthreads_count(entry >= 0);
+    }
+  }
+  __syncthreads();
+  return window_keys + selected;
+}
+
+// Starts the copies of this warp's rows of the block at `begin`.
+template <int kHeads>
+__device__ __forceinline__ void fetch_rows(
+    const uint8_t* const* rows, int window_keys, int keys, int begin, Shared<kHeads>& shared) {
+  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
 #pragma unroll
   for (int i = 0; i < kRowsPerWarp; ++i) {
-    const auto* from = reinterpret_cast<const uint8_t*>(__shfl_sync(kAllLanes, address, i));
-    if (from == nullptr) {
+    const int key = begin + warp * kRowsPerWarp + i;
+    if (key >= keys) {
       break;
     }
+    const uint8_t* from = rows[key];
     uint8_t* to = shared.raw[warp * kRowsPerWarp + i];
-    const bool window = (window_rows >> i & 1) != 0;
+    const bool window = key < window_keys;
     if (window || lane < kMainPieces) {
       copy_async(to + lane * 16, from + lane * 16, true);
     }
@@ -92,7 +114,6 @@ __device__ __forceinline__ uint32_t fetch_rows(const AttendProblem& a,
     }
   }
   copy_async_commit();
-  return window_rows;
 }
 
 // BF16 pairs (i, i + 4) of eight E4M3 codes; the multiplier is 2^113 times the scale.
@@ -104,11 +125,10 @@ __device__ __forceinline__ uint4 unpack_window(uint32_t low, uint32_t high, uint
   return make_uint4(pair(0x4404), pair(0x5515), pair(0x6626), pair(0x7737));
 }
 
-// Unpacks this warp's rows. Lane l has columns 16 l .. 16 l + 15.
+// Unpacks this warp's rows; the first `window_rows` of the block's `count` are window rows. Lane l has
+// columns 16 l .. 16 l + 15.
 template <int kHeads>
-__device__ __forceinline__ void unpack_rows(int count,
-                                            uint32_t window_rows,
-                                            Shared<kHeads>& shared) {
+__device__ __forceinline__ void unpack_rows(int count, int window_rows, Shared<kHeads>& shared) {
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
 #pragma unroll
   for (int i = 0; i < kRowsPerWarp; ++i) {
@@ -116,24 +136,25 @@ __device__ __forceinline__ void unpack_rows(int count,
     uint4 v[2] = {make_uint4(0, 0, 0, 0), make_uint4(0, 0, 0, 0)};
     if (row < count) {
       const uint8_t* raw = shared.raw[row];
-      if ((window_rows >> i & 1) != 0) {
+      if (row < window_rows) {
         const uint4 codes = *reinterpret_cast<const uint4*>(raw + 16 * lane);
         const uint32_t byte = raw[kDim + lane / 2];
-        const uint32_t multiplier = byte == 255u ? 0x7FC07FC0u : bf16_scale(byte, 113);
+        const uint32_t multiplier =
+            byte == 255u ? 0x7FC07FC0u : ((byte + 113u) << 7) * 0x00010001u;
         v[0] = unpack_window(codes.x, codes.y, multiplier);
         v[1] = unpack_window(codes.z, codes.w, multiplier);
       } else {
         const uint2 codes = *reinterpret_cast<const uint2*>(raw + 8 * lane);
         const float scale = e4m3_value(raw[kDim / 2 + lane]) * 0x1.0p119f;
         const uint32_t multiplier = bf16_pair(scale, scale);
-        v[0] = make_uint4(Fp4Weights::nibbles<0>(codes.x, multiplier),
-                          Fp4Weights::nibbles<1>(codes.x, multiplier),
-                          Fp4Weights::nibbles<2>(codes.x, multiplier),
-                          Fp4Weights::nibbles<3>(codes.x, multiplier));
-        v[1] = make_uint4(Fp4Weights::nibbles<0>(codes.y, multiplier),
-                          Fp4Weights::nibbles<1>(codes.y, multiplier),
-                          Fp4Weights::nibbles<2>(codes.y, multiplier),
-                          Fp4Weights::nibbles<3>(codes.y, multiplier));
+        v[0] = make_uint4(mul_bf16x2(Fp4Weights::nibbles<0>(codes.x), multiplier),
+                          mul_bf16x2(Fp4Weights::nibbles<1>(codes.x), multiplier),
+                          mul_bf16x2(Fp4Weights::nibbles<2>(codes.x), multiplier),
+                          mul_bf16x2(Fp4Weights::nibbles<3>(codes.x), multiplier));
+        v[1] = make_uint4(mul_bf16x2(Fp4Weights::nibbles<0>(codes.y), multiplier),
+                          mul_bf16x2(Fp4Weights::nibbles<1>(codes.y), multiplier),
+                          mul_bf16x2(Fp4Weights::nibbles<2>(codes.y), multiplier),
+                          mul_bf16x2(Fp4Weights::nibbles<3>(codes.y), multiplier));
       }
     }
     // Lanes 4 .. 7 of every eight store their halves in the other order: no bank conflicts.
@@ -326,13 +347,15 @@ template <int kHeads>
 __global__ void __launch_bounds__(kThreads, 1)
     attend_kernel(const __grid_constant__ AttendProblem a) {
   auto& shared = *reinterpret_cast<Shared<kHeads>*>(dynamic_shared());
+  auto* rows = reinterpret_cast<const uint8_t**>(dynamic_shared() + sizeof(Shared<kHeads>));
   allow_next_kernel();
   wait_for_previous_kernels();
   const int64_t token = blockIdx.x;
   const int head0 = static_cast<int>(blockIdx.y) * kHeads;
   const int warp = static_cast<int>(threadIdx.x) / 32;
-  const QueryKeys keys = query_keys(a, token);
-  uint32_t window_rows = fetch_rows<kHeads>(a, token, keys, 0, shared);
+  int window_keys;
+  const int keys = find_rows(a, token, rows, window_keys);
+  fetch_rows<kHeads>(rows, window_keys, keys, 0, shared);
   load_queries<kHeads>(a, token, head0, shared);
   if (threadIdx.x < kHeads) {
     shared.best[threadIdx.x] = -1e30f;
@@ -340,13 +363,13 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   const float factor = kCacheScale * kLog2e * static_cast<float>(1.0 / sqrt(512.0));
   float acc[kHeads / 16][8][4] = {};
-  for (int begin = 0; begin < keys.keys; begin += kKeyBlock) {
-    const int count = min(kKeyBlock, keys.keys - begin);
+  for (int begin = 0; begin < keys; begin += kKeyBlock) {
+    const int count = min(kKeyBlock, keys - begin);
     copy_async_wait<0>();
     __syncwarp();
-    unpack_rows<kHeads>(count, window_rows, shared);
+    unpack_rows<kHeads>(count, window_keys - begin, shared);
     __syncwarp();
-    window_rows = fetch_rows<kHeads>(a, token, keys, begin + kKeyBlock, shared);
+    fetch_rows<kHeads>(rows, window_keys, keys, begin + kKeyBlock, shared);
     __syncthreads();
     multiply_keys<kHeads>(shared);
     __syncthreads();
@@ -366,7 +389,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       const float denominator =
           shared.sum[head] + exp2f(fmaf(a.sink[head0 + head], kLog2e, -shared.best[head]));
       // No key at all: the sums are zero, and so is the row.
-      const float out = keys.keys > 0 ? kCacheScale / denominator : 0.0f;
+      const float out = keys > 0 ? kCacheScale / denominator : 0.0f;
 #pragma unroll
       for (int n = 0; n < 8; ++n) {
         // Columns 2 t and 2 t + 1 hold channels t and t + 4 of the group.
@@ -387,11 +410,12 @@ Status run(const OpContext& ctx, const AttendProblem& a) {
                 attend_kernel<kHeads>,
                 dim3(extent(a.tokens), extent(a.heads / kHeads)),
                 kThreads,
-                static_cast<int64_t>(sizeof(Shared<kHeads>)),
+                static_cast<int64_t>(sizeof(Shared<kHeads>)) + 8 * (a.window + a.width),
                 a);
 }
 
-static_assert(sizeof(Shared<64>) <= kSharedCapacity);
+constexpr int64_t kMostKeys = (kSharedCapacity - static_cast<int64_t>(sizeof(Shared<64>))) / 8;
+static_assert(kMostKeys >= 2048);
 
 }  // namespace
 
@@ -401,7 +425,9 @@ bool attend_mma_supports(const AttendArgs& args) {
     return reinterpret_cast<uintptr_t>(view.data) % 16 == 0;
   };
   return args.q.dtype == DType::kBF16 && args.q.dim(1) == h * kDim && h % 16 == 0 &&
-         args.rope.dim(1) <= kDim / 2 && aligned(args.q) && aligned(args.o) &&
+         args.rope.dim(1) <= kDim / 2 &&
+         args.window.window + (args.main == nullptr ? 0 : args.selected.dim(1)) <= kMostKeys &&
+         aligned(args.q) && aligned(args.o) &&
          aligned(args.window.fresh);
 }
 

@@ -74,24 +74,24 @@ __global__ void __launch_bounds__(kThreads) stream_kernel(const __grid_constant_
   auto* columns = reinterpret_cast<uint16_t*>(dynamic_shared());  // [stream][token][kRowElements]
   const Lane lane;
   const int warp = static_cast<int>(threadIdx.x) / 32;
-  const typename Shared::Ring ring{dynamic_shared() + Shared::kColumnBytes +
-                                   warp * Shared::Ring::kBytes};
   const int stream = warp / kRowTiles, row_tile = warp % kRowTiles;
   const int64_t chunk = blockIdx.x, chunks = gridDim.x, i0 = chunk * kChunk;
   const int64_t token0 = static_cast<int64_t>(blockIdx.y) * kTokens;
 
-  allow_next_kernel();
   // The warp's columns of fn, addressed from its own first one.
   const TileRows rows[1] = {
-      F32Weights::tile_rows(reinterpret_cast<const uint8_t*>(s.fn + stream * s.d + i0),
+      tile_rows<F32Weights>(reinterpret_cast<const uint8_t*>(s.fn + stream * s.d + i0),
                             nullptr,
                             row_tile * kTileRows,
                             kCoefficients,
                             kStreams * s.d,
                             lane)};
-  const SegmentRange range(1, 0, 1);
-  start_ring(ring, rows, range);
+  typename Shared::Ring ring(
+      dynamic_shared() + Shared::kColumnBytes + warp * Shared::Ring::kBytes,
+      rows,
+      kChunk / F32Weights::kStep);
   wait_for_previous_kernels();
+  allow_next_kernel();
 
   // Warp w takes tokens w, w + 8, ..; lane l the columns 8 l .. 8 l + 7.
   for (int n = warp; n < kTokens && token0 + n < s.tokens; n += kWarps) {
@@ -124,21 +124,27 @@ __global__ void __launch_bounds__(kThreads) stream_kernel(const __grid_constant_
   }
   __syncthreads();
 
-  const uint16_t* inputs[kTiles];
-#pragma unroll
-  for (int n = 0; n < kTiles; ++n) {
-    const int token = n * kTokenTile + lane.g;
-    inputs[n] = token0 + token < s.tokens
-                    ? columns + (stream * kTokens + token) * kRowElements + 8 * lane.t
-                    : nullptr;
+  const uint16_t* own = columns + stream * kTokens * kRowElements + 8 * lane.t;
+  float sum[1][kTiles][4] = {};
+#pragma unroll 1
+  for (int k = 0; k < kChunk; k += F32Weights::kStep) {
+    F32Weights::Raw raw[1];
+    ring.wait();
+    ring.read(raw);
+    multiply_step<F32Weights, 1, kTiles>(
+        raw,
+        [&](int n, int p) {
+          return *reinterpret_cast<const uint4*>(
+              own + (n * kTokenTile + lane.g) * kRowElements + k + 32 * p);
+        },
+        lane,
+        sum);
   }
-  ChunkSum<1, kTiles, false> sum;
-  sum_range(sum, ring, rows, inputs, range, lane);
 #pragma unroll
   for (int n = 0; n < kTiles; ++n) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      part[stream][row_tile][n][2 * lane.t + i % 2][lane.g + 8 * (i / 2)] = sum.value(0, n, i);
+      part[stream][row_tile][n][2 * lane.t + i % 2][lane.g + 8 * (i / 2)] = sum[0][n][i];
     }
   }
   __syncthreads();

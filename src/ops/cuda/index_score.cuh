@@ -68,14 +68,15 @@ __device__ __forceinline__ void load_query(const IndexProblem& p, int64_t token,
     query[i] = v;
   }
   __syncthreads();
-  const int blocks = (p.dim + 31) / 32;
-  for (int b = threadIdx.x; b < p.heads * blocks; b += kIndexThreads) {
-    float* head = query + b / blocks * p.dim;
-    const int begin = b % blocks * 32, end = min(p.dim, begin + 32);
-    const uint32_t scale = fp4_index_scale(row_amax(head, begin, end));
-    const float factor = e8m0_value(scale);
-    for (int i = begin; i < end; ++i) {
-      head[i] = e2m1_value(fp4_index_code(head[i], scale)) * factor;
+  // A warp per quantization block, a lane per value.
+  const int blocks = (p.dim + 31) / 32, lane = static_cast<int>(threadIdx.x) % kWarp;
+  for (int b = static_cast<int>(threadIdx.x) / kWarp; b < p.heads * blocks; b += kIndexWarps) {
+    const int column = b % blocks * 32 + lane;
+    float* value = query + b / blocks * p.dim + column;
+    const float v = column < p.dim ? *value : 0.0f;
+    const uint32_t scale = fp4_index_scale(__reduce_max_sync(kAllLanes, magnitude_bits(v)));
+    if (column < p.dim) {
+      *value = e2m1_value(fp4_index_code(v, scale)) * e8m0_value(scale);
     }
   }
   __syncthreads();
@@ -153,12 +154,12 @@ struct QueryFragments {
       for (int q = 0; q < 4; ++q) {
         codes[q] = words[4 * lane.t + q];
       }
-      scale = bf16_scale((words[kIndexMmaDim / 8] >> (8 * lane.t)) & 0xFFu, 86);
+      scale = bf16_scale(words[kIndexMmaDim / 8], lane.t, 86);
     }
     float acc[kHeadTiles][4] = {};
     unrolled<8>([&]<int i>() {
-      const uint32_t b0 = Fp4Weights::nibbles<i % 2 * 2>(codes[i / 2], scale);
-      const uint32_t b1 = Fp4Weights::nibbles<i % 2 * 2 + 1>(codes[i / 2], scale);
+      const uint32_t b0 = mul_bf16x2(Fp4Weights::nibbles<i % 2 * 2>(codes[i / 2]), scale);
+      const uint32_t b1 = mul_bf16x2(Fp4Weights::nibbles<i % 2 * 2 + 1>(codes[i / 2]), scale);
 #pragma unroll
       for (int m = 0; m < kHeadTiles; ++m) {
         mma_bf16(acc[m], a[m][i][0], a[m][i][1], a[m][i][2], a[m][i][3], b0, b1);

@@ -293,8 +293,9 @@ __global__ void __launch_bounds__(kThreads) finish_kernel(const __grid_constant_
   for (int begin = 0; begin < ties; begin += kSpan) {
     for (int i = begin + static_cast<int>(threadIdx.x); i < min(begin + kSpan, ties);
          i += kThreads) {
+      // The leading bits of all ties are the same.
       const int slot = tied[i];
-      best.push(selection_key(scores[slot], static_cast<uint32_t>(slot)), need > 0);
+      best.push(selection_key(scores[slot] << kBinBits, static_cast<uint32_t>(slot)), need > 0);
     }
     __syncthreads();
     best.make_room(kSpan);

@@ -14,11 +14,39 @@ namespace {
 
 constexpr int kThreads = 128;
 
+// Eight columns of a row; the four threads of a block of 32 agree on its scale.
+__device__ __forceinline__ void quantize_piece(float (&v)[8]) {
+  uint32_t amax = 0;
+#pragma unroll
+  for (int e = 0; e < 8; ++e) {
+    amax = max(amax, magnitude_bits(v[e]));
+  }
+  amax = max(amax, __shfl_xor_sync(kAllLanes, amax, 1));
+  amax = max(amax, __shfl_xor_sync(kAllLanes, amax, 2));
+  const uint32_t scale = fp8_scale(amax);
+#pragma unroll
+  for (int e = 0; e < 8; e += 2) {
+    fp8_round_pair(v[e], v[e + 1], scale);
+  }
+}
+
+// Stores piece i (of the whole matrix) in a layout.
+template <InputLayout kLayout>
+__device__ __forceinline__ void store_piece(Bf16* out, int64_t i, const float (&v)[8]) {
+  float ordered[8];
+#pragma unroll
+  for (int e = 0; e < 8; ++e) {
+    ordered[layout_slot(kLayout, e)] = v[e];
+  }
+  const int64_t piece = i / 32 * 32 + layout_piece(kLayout, static_cast<int>(i % 32));
+  store_elements<8>(out + piece * 8, ordered);
+}
+
 template <InputLayout kLayout, bool kQuantize>
 __global__ void __launch_bounds__(kThreads)
     prepare_kernel(const Bf16* x, int64_t pieces, Bf16* out) {
-  allow_next_kernel();
   wait_for_previous_kernels();
+  allow_next_kernel();
   const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   // Whole chunks of 32 pieces: a warp has either all its threads here or none.
   if (i >= pieces) {
@@ -27,26 +55,26 @@ __global__ void __launch_bounds__(kThreads)
   float v[8];
   load_elements<8>(x + i * 8, v);
   if constexpr (kQuantize) {
-    uint32_t amax = 0;
-#pragma unroll
-    for (int e = 0; e < 8; ++e) {
-      amax = max(amax, magnitude_bits(v[e]));
-    }
-    amax = max(amax, __shfl_xor_sync(kAllLanes, amax, 1));
-    amax = max(amax, __shfl_xor_sync(kAllLanes, amax, 2));
-    const uint32_t scale = fp8_scale(amax);
-#pragma unroll
-    for (int e = 0; e < 8; e += 2) {
-      fp8_round_pair(v[e], v[e + 1], scale);
-    }
+    quantize_piece(v);
   }
-  float ordered[8];
-#pragma unroll
-  for (int e = 0; e < 8; ++e) {
-    ordered[layout_slot(kLayout, e)] = v[e];
+  store_piece<kLayout>(out, i, v);
+}
+
+__global__ void __launch_bounds__(kThreads)
+    prepare_experts_kernel(const Bf16* x, int64_t pieces, Bf16* fp4, Bf16* fp8) {
+  wait_for_previous_kernels();
+  allow_next_kernel();
+  const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  if (i >= pieces) {
+    return;
   }
-  const int64_t piece = i / 32 * 32 + layout_piece(kLayout, static_cast<int>(i % 32));
-  store_elements<8>(out + piece * 8, ordered);
+  float v[8];
+  load_elements<8>(x + i * 8, v);
+  quantize_piece(v);
+  store_piece<InputLayout::kFp4>(fp4, i, v);
+  if (fp8 != nullptr) {
+    store_piece<InputLayout::kFp8>(fp8, i, v);
+  }
 }
 
 __global__ void __launch_bounds__(kThreads)
@@ -94,6 +122,21 @@ Status prepare_input(const OpContext& ctx,
                 x,
                 pieces,
                 out);
+}
+
+Status prepare_experts_input(
+    const OpContext& ctx, const Bf16* x, int64_t rows, int64_t width, Bf16* fp4, Bf16* fp8) {
+  const int64_t pieces = rows * width / 8;
+  return launch(ctx,
+                "prepare_input",
+                prepare_experts_kernel,
+                extent(ceil_div(pieces, kThreads)),
+                kThreads,
+                0,
+                x,
+                pieces,
+                fp4,
+                fp8);
 }
 
 Status quantize_rows(const OpContext& ctx, const Bf16* x, int64_t rows, int64_t width, Bf16* out) {

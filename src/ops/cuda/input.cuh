@@ -17,6 +17,10 @@ Status prepare_input(const OpContext& ctx,
                      bool quantize,
                      Bf16* out);
 
+// x quantized in both orders: fp4 for FP4 weights and, unless it is null, fp8 for FP8 weights.
+Status prepare_experts_input(
+    const OpContext& ctx, const Bf16* x, int64_t rows, int64_t width, Bf16* fp4, Bf16* fp8);
+
 // Element-wise forms for the kernels without tensor cores: out [rows, width] in natural order,
 // quantized to FP8 blocks and back (the last block may be short).
 Status quantize_rows(const OpContext& ctx, const Bf16* x, int64_t rows, int64_t width, Bf16* out);

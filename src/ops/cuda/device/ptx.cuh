@@ -67,9 +67,9 @@ __device__ __forceinline__ void copy_async_stream(void* to, const void* from) {
                "l"(from)
                : "memory");
 }
-// Four bytes, through L1.
-__device__ __forceinline__ void copy_async_word(void* to, const void* from) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(to)), "l"(from)
+// Eight bytes, through L1.
+__device__ __forceinline__ void copy_async_words(void* to, const void* from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(shared_address(to)), "l"(from)
                : "memory");
 }
 __device__ __forceinline__ void copy_async_commit() {

@@ -50,45 +50,39 @@ __device__ void rotate_row(float* row, int64_t n, const float* cos_sin, int64_t 
   __syncthreads();
 }
 
-// Bits of the largest magnitude of row[begin, end).
-__device__ __forceinline__ uint32_t row_amax(const float* row, int64_t begin, int64_t end) {
-  uint32_t amax = 0;
-  for (int64_t i = begin; i < end; ++i) {
-    amax = max(amax, magnitude_bits(row[i]));
-  }
-  return amax;
-}
-
 enum class RowFormat { kWindow, kMain, kIndex };
 
-// Writes the cache row of `row` (n values in shared memory) in the layout of quant/block.h. One
-// thread per scale block: rows are short, and their blocks many.
+// Writes the cache row of `row` (n values in shared memory) in the layout of quant/block.h. A warp takes
+// 32 values at a time, lane by lane; all warps of the block call it.
 template <RowFormat kFormat>
 __device__ void encode_row(const float* row, int64_t n, uint8_t* out) {
-  constexpr int64_t kBlock = kFormat == RowFormat::kMain ? 16 : 32;
+  constexpr int kBlock = kFormat == RowFormat::kMain ? 16 : 32;
   uint8_t* scales = out + (kFormat == RowFormat::kWindow ? n : (n + 1) / 2);
-  const int64_t blocks = (n + kBlock - 1) / kBlock;
-  for (int64_t b = threadIdx.x; b < blocks; b += blockDim.x) {
-    const int64_t begin = b * kBlock, end = min(n, begin + kBlock);
-    const uint32_t amax = row_amax(row, begin, end);
-    const uint32_t scale = kFormat == RowFormat::kWindow ? fp8_scale(amax)
+  const int lane = static_cast<int>(threadIdx.x) % kWarp;
+  for (int64_t first = threadIdx.x / kWarp * kWarp; first < n; first += blockDim.x) {
+    const int64_t i = first + lane;
+    const float v = i < n ? row[i] : 0.0f;
+    uint32_t amax = magnitude_bits(v);
+#pragma unroll
+    for (int step = 1; step < kBlock; step *= 2) {
+      amax = max(amax, __shfl_xor_sync(kAllLanes, amax, step));
+    }
+    const uint32_t scale = kFormat == RowFormat::kWindow  ? fp8_scale(amax)
                            : kFormat == RowFormat::kMain ? fp4_main_scale(amax)
                                                          : fp4_index_scale(amax);
-    scales[b] = static_cast<uint8_t>(scale);
-    for (int64_t i = begin; i < end; i += 2) {
-      const float low = row[i], high = i + 1 < end ? row[i + 1] : 0.0f;
-      if constexpr (kFormat == RowFormat::kWindow) {
-        const uint32_t codes = fp8_code_pair(low, high, scale);
-        out[i] = static_cast<uint8_t>(codes);
-        if (i + 1 < end) {
-          out[i + 1] = static_cast<uint8_t>(codes >> 8);
-        }
-      } else if constexpr (kFormat == RowFormat::kMain) {
-        out[i / 2] =
-            static_cast<uint8_t>(fp4_main_code(low, scale) | fp4_main_code(high, scale) << 4);
-      } else {
-        out[i / 2] =
-            static_cast<uint8_t>(fp4_index_code(low, scale) | fp4_index_code(high, scale) << 4);
+    if (lane % kBlock == 0 && i < n) {
+      scales[i / kBlock] = static_cast<uint8_t>(scale);
+    }
+    if constexpr (kFormat == RowFormat::kWindow) {
+      if (i < n) {
+        out[i] = static_cast<uint8_t>(fp8_code_pair(v, 0.0f, scale));
+      }
+    } else {
+      const uint32_t code =
+          kFormat == RowFormat::kMain ? fp4_main_code(v, scale) : fp4_index_code(v, scale);
+      const uint32_t next = __shfl_down_sync(kAllLanes, code, 1);
+      if (lane % 2 == 0 && i < n) {
+        out[i / 2] = static_cast<uint8_t>(code | next << 4);
       }
     }
   }

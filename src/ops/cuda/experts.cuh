@@ -1,0 +1,147 @@
+// What the expert kernels share: the call's arrays, and who computes what.
+#pragma once
+
+#include "ops/cuda/device/quantize.cuh"
+#include "ops/cuda/device/reduce.cuh"
+#include "ops/cuda/device/weights.cuh"
+#include "ops/cuda/expert_table.cuh"
+#include "ops/cuda/launch.cuh"
+
+namespace cachalot::ops::cuda {
+
+// Tokens pair_of[begin .. begin + count) of one expert.
+struct ExpertGroup {
+  int expert;
+  int begin;
+  int count;
+};
+
+struct ExpertProblem {
+  const ExpertPointers* table;
+  ExpertPointers shared;
+  bool has_shared;
+  int experts;
+  int64_t tokens;
+  int64_t d;
+  int64_t f;
+  int k;
+  float limit;
+  const int32_t* ids;        // [T, k]
+  const float* weights;      // [T, k]
+  const int* pair_of;        // [T k]: token * k + slot, sorted by expert; null: every pair is a group
+  const ExpertGroup* groups;
+  const int* group_count;
+  int group_tokens;          // at most, in a group
+  const Bf16* x_fp4;         // [T, D] quantized, in FP4 order
+  const Bf16* x_fp8;         // [T, D] quantized, in FP8 order
+  Bf16* hidden_routed;       // [T k, F] quantized, in FP4 order
+  Bf16* hidden_shared;       // [T, F] quantized, in FP8 order
+  Bf16* out_routed;          // [T k, D]
+  Bf16* out_shared;          // [T, D]
+  Bf16* y;
+};
+
+// What one block multiplies: some rows of one expert by the tokens of one group.
+struct ExpertTile {
+  bool valid;
+  bool shared;
+  ExpertGroup group;  // shared: tokens begin .. begin + count
+  ExpertPointers expert;
+  int64_t row;
+};
+
+// Blocks of the shared expert, which take longest, come first.
+__device__ __forceinline__ ExpertTile expert_tile(const ExpertProblem& p,
+                                                  int64_t row_blocks,
+                                                  int block_rows) {
+  const int64_t index = blockIdx.x / row_blocks;
+  const int64_t shared_groups =
+      p.has_shared ? (p.tokens + p.group_tokens - 1) / p.group_tokens : 0;
+  ExpertTile tile;
+  tile.row = blockIdx.x % row_blocks * block_rows;
+  tile.shared = index < shared_groups;
+  tile.valid = true;
+  if (tile.shared) {
+    const int begin = static_cast<int>(index) * p.group_tokens;
+    tile.group = {0, begin, static_cast<int>(min(p.tokens - begin, int64_t{p.group_tokens}))};
+    tile.expert = p.shared;
+    return tile;
+  }
+  const int64_t g = index - shared_groups;
+  if (p.pair_of == nullptr) {
+    tile.group = {p.ids[g], static_cast<int>(g), 1};
+    tile.valid = tile.group.expert >= 0 && tile.group.expert < p.experts;
+  } else {
+    tile.valid = g < *p.group_count;
+    if (tile.valid) {
+      tile.group = p.groups[g];
+    }
+  }
+  if (tile.valid) {
+    tile.expert = p.table[tile.group.expert];
+  }
+  return tile;
+}
+
+// Row of token n of a tile in the [T k] (routed) or [T] (shared) arrays; -1 past the last token.
+__device__ __forceinline__ int64_t pair_row(const ExpertProblem& p, const ExpertTile& tile, int n) {
+  if (n >= tile.group.count) {
+    return -1;
+  }
+  return tile.shared || p.pair_of == nullptr ? tile.group.begin + n
+                                             : p.pair_of[tile.group.begin + n];
+}
+
+// Input row of token n, for the first (x) or the second (hidden) product; null past the last token.
+__device__ __forceinline__ const uint16_t* expert_input(
+    const ExpertProblem& p, const ExpertTile& tile, int n, bool hidden) {
+  const int64_t row = pair_row(p, tile, n);
+  if (row < 0) {
+    return nullptr;
+  }
+  const Bf16* base = hidden ? (tile.shared ? p.hidden_shared : p.hidden_routed) + row * p.f
+                     : tile.shared ? p.x_fp8 + row * p.d
+                                   : p.x_fp4 + row / p.k * p.d;
+  return reinterpret_cast<const uint16_t*>(base);
+}
+
+// Rows row + g of w1 (half 0) and of w3 (half 1): a lane gets gate and up of the same hidden column.
+template <class W>
+__device__ __forceinline__ TileRows gate_up_rows(const ExpertPointers& expert,
+                                                 int64_t row,
+                                                 int64_t in,
+                                                 const Lane& lane) {
+  TileRows rows;
+  W::place(rows, 0, expert.w1, expert.w1_scales, row + lane.g, in, lane);
+  W::place(rows, 1, expert.w3, expert.w3_scales, row + lane.g, in, lane);
+  return rows;
+}
+
+// One hidden value from the sums of gate and up.
+__device__ __forceinline__ float hidden_value(
+    const ExpertProblem& p, const ExpertTile& tile, int64_t pair, float gate, float up) {
+  const float g = fminf(rounded<Bf16>(gate * kLateScale), p.limit);
+  const float u = clamp_abs(rounded<Bf16>(up * kLateScale), p.limit);
+  const float weight = tile.shared ? 1.0f : p.weights[pair];
+  return rounded<Bf16>(g / (1.0f + expf(-g)) * u * weight);
+}
+
+// One warp: quantizes 32 hidden values of one token (lane l has column `column` + l, a multiple of 32)
+// and stores them in the order of the second product's weights.
+__device__ __forceinline__ void store_hidden(
+    const ExpertProblem& p, const ExpertTile& tile, int64_t pair, int64_t column, float h) {
+  float unused = 0;
+  fp8_round_pair(h, unused, fp8_scale(__reduce_max_sync(kAllLanes, magnitude_bits(h))));
+  const InputLayout layout = tile.shared ? InputLayout::kFp8 : InputLayout::kFp4;
+  const int c = static_cast<int>(column % kChunk) + static_cast<int>(threadIdx.x) % 32;
+  const int64_t place =
+      column / kChunk * kChunk + layout_piece(layout, c / 8) * 8 + layout_slot(layout, c % 8);
+  Bf16* to = tile.shared ? p.hidden_shared : p.hidden_routed;
+  to[pair * p.f + place] = from_float<Bf16>(h);
+}
+
+// The two products for groups of at most 8 tokens, and for groups of at most 32 or 64.
+Status experts_few(const OpContext& ctx, const ExpertProblem& p, int64_t groups);
+Status experts_many(const OpContext& ctx, const ExpertProblem& p, int64_t groups);
+
+}  // namespace cachalot::ops::cuda
