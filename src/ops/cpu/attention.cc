@@ -219,7 +219,7 @@ HWY_INLINE void head_tile(const float* q,
   for (int v = 0; v < kVecs; ++v) {
     const auto weight = load_vec(weights + v * kLanes);
     for (int e = 0; e < kEntries; ++e) {
-      total[e] = hn::MulAdd(hn::Max(hn::Zero(F32()), acc[e][v]), weight, total[e]);
+      total[e] = hn::MulAdd(at_least(acc[e][v], hn::Zero(F32())), weight, total[e]);
     }
   }
 }

@@ -531,9 +531,8 @@ void swiglu_row(
   const auto most = hn::Set(F32(), limit);
   const auto factor = hn::Set(F32(), weight);
   for (int64_t i = 0; i < n; i += kLanes) {
-    // This operand order keeps a NaN.
-    const auto g = hn::Min(most, rounded(load_at(gate, i, n), act));
-    const auto u = clamp_to(rounded(load_at(up, i, n), act), limit);
+    const auto g = at_most(rounded(load_at(gate, i, n), act), most);
+    const auto u = at_least(at_most(rounded(load_at(up, i, n), act), most), hn::Neg(most));
     const auto product = hn::Mul(hn::Mul(hn::Mul(g, logistic(g)), u), factor);
     store_at(rounded(product, act), h, i, n);
   }
@@ -570,7 +569,7 @@ void router_scores(float* row, int64_t n, float temperature) {
     // root e^(x/2) stays a normal float where e^x no longer is one.
     const auto tail = hn::Exp(d, hn::Mul(x, hn::Set(d, 0.5f)));
     const auto e = hn::Exp(d, hn::Neg(hn::Abs(x)));
-    const auto root = hn::Sqrt(hn::Add(hn::Max(hn::Zero(d), x), hn::Log1p(d, e)));
+    const auto root = hn::Sqrt(hn::Add(at_least(x, hn::Zero(d)), hn::Log1p(d, e)));
     store_at(hn::IfThenElse(hn::Lt(x, hn::Set(d, -17.0f)), tail, root), row, i, n);
   }
 }

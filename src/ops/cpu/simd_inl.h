@@ -95,6 +95,14 @@ HWY_INLINE Vec round_to(Vec v, const bf16*) {
   return round_bf16_vec(v);
 }
 
+// min and max that keep a NaN in v; the hardware instructions differ there.
+HWY_INLINE Vec at_most(Vec v, Vec limit) {
+  return hn::IfThenElse(hn::Gt(v, limit), limit, v);
+}
+HWY_INLINE Vec at_least(Vec v, Vec limit) {
+  return hn::IfThenElse(hn::Lt(v, limit), limit, v);
+}
+
 HWY_INLINE float lane_sum(Vec v) {
   return hn::GetLane(hn::SumOfLanes(F32(), v));
 }
