@@ -62,8 +62,10 @@ __device__ __forceinline__ QueryKeys query_keys(const AttendProblem& a, int64_t 
 }
 
 // Where window key i of a query lies.
-__device__ __forceinline__ const uint8_t* window_row(
-    const AttendProblem& a, int32_t sequence, const QueryKeys& keys, int i) {
+__device__ __forceinline__ const uint8_t* window_row(const AttendProblem& a,
+                                                     int32_t sequence,
+                                                     const QueryKeys& keys,
+                                                     int i) {
   const int64_t position = keys.first_position + i, start = a.start[sequence];
   return position >= start
              ? a.fresh + (a.row_begin[sequence] + position - start) * a.window_row_bytes

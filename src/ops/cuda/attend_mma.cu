@@ -60,15 +60,16 @@ struct Shared {
   float rescale[kHeads];
 };
 
-// Finds the rows of all keys of the token: rows[i] for key i, so that the blocks' copies wait for no
-// address. All threads; returns the number of keys. Rows before `window_keys` are window rows.
-__device__ __forceinline__ int find_rows(
-    const AttendProblem& a, int64_t token, const uint8_t** rows, int& window_keys) {
+// Finds the rows of all keys of the token: rows[i] for key i, so that the blocks' copies wait for
+// no address. All threads; returns the number of keys. Rows before `window_keys` are window rows.
+__device__ __forceinline__ int find_rows(const AttendProblem& a,
+                                         int64_t token,
+                                         const uint8_t** rows,
+                                         int& window_keys) {
   const int32_t s = a.sequence[token];
   QueryKeys keys;
   const int64_t p = a.position[token];
-  keys.first_position =
-      max(max(static_cast<int64_t>(a.floor[s]), p - a.window + 1), int64_t{0});
+  keys.first_position = max(max(static_cast<int64_t>(a.floor[s]), p - a.window + 1), int64_t{0});
   window_keys = static_cast<int>(max(p - keys.first_position + 1, int64_t{0}));
   for (int i = static_cast<int>(threadIdx.x); i < window_keys; i += kThreads) {
     rows[i] = window_row(a, s, keys, i);
@@ -125,8 +126,8 @@ __device__ __forceinline__ uint4 unpack_window(uint32_t low, uint32_t high, uint
   return make_uint4(pair(0x4404), pair(0x5515), pair(0x6626), pair(0x7737));
 }
 
-// Unpacks this warp's rows; the first `window_rows` of the block's `count` are window rows. Lane l has
-// columns 16 l .. 16 l + 15.
+// Unpacks this warp's rows; the first `window_rows` of the block's `count` are window rows. Lane l
+// has columns 16 l .. 16 l + 15.
 template <int kHeads>
 __device__ __forceinline__ void unpack_rows(int count, int window_rows, Shared<kHeads>& shared) {
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
@@ -139,8 +140,7 @@ __device__ __forceinline__ void unpack_rows(int count, int window_rows, Shared<k
       if (row < window_rows) {
         const uint4 codes = *reinterpret_cast<const uint4*>(raw + 16 * lane);
         const uint32_t byte = raw[kDim + lane / 2];
-        const uint32_t multiplier =
-            byte == 255u ? 0x7FC07FC0u : ((byte + 113u) << 7) * 0x00010001u;
+        const uint32_t multiplier = byte == 255u ? 0x7FC07FC0u : ((byte + 113u) << 7) * 0x00010001u;
         v[0] = unpack_window(codes.x, codes.y, multiplier);
         v[1] = unpack_window(codes.z, codes.w, multiplier);
       } else {
@@ -427,8 +427,7 @@ bool attend_mma_supports(const AttendArgs& args) {
   return args.q.dtype == DType::kBF16 && args.q.dim(1) == h * kDim && h % 16 == 0 &&
          args.rope.dim(1) <= kDim / 2 &&
          args.window.window + (args.main == nullptr ? 0 : args.selected.dim(1)) <= kMostKeys &&
-         aligned(args.q) && aligned(args.o) &&
-         aligned(args.window.fresh);
+         aligned(args.q) && aligned(args.o) && aligned(args.window.fresh);
 }
 
 Status attend_mma(OpContext& ctx, const AttendArgs& args) {

@@ -26,18 +26,18 @@ struct ExpertProblem {
   int64_t f;
   int k;
   float limit;
-  const int32_t* ids;        // [T, k]
-  const float* weights;      // [T, k]
-  const int* pair_of;        // [T k]: token * k + slot, sorted by expert; null: every pair is a group
+  const int32_t* ids;    // [T, k]
+  const float* weights;  // [T, k]
+  const int* pair_of;    // [T k]: token * k + slot, sorted by expert; null: every pair is a group
   const ExpertGroup* groups;
   const int* group_count;
-  int group_tokens;          // at most, in a group
-  const Bf16* x_fp4;         // [T, D] quantized, in FP4 order
-  const Bf16* x_fp8;         // [T, D] quantized, in FP8 order
-  Bf16* hidden_routed;       // [T k, F] quantized, in FP4 order
-  Bf16* hidden_shared;       // [T, F] quantized, in FP8 order
-  Bf16* out_routed;          // [T k, D]
-  Bf16* out_shared;          // [T, D]
+  int group_tokens;     // at most, in a group
+  const Bf16* x_fp4;    // [T, D] quantized, in FP4 order
+  const Bf16* x_fp8;    // [T, D] quantized, in FP8 order
+  Bf16* hidden_routed;  // [T k, F] quantized, in FP4 order
+  Bf16* hidden_shared;  // [T, F] quantized, in FP8 order
+  Bf16* out_routed;     // [T k, D]
+  Bf16* out_shared;     // [T, D]
   Bf16* y;
 };
 
@@ -55,8 +55,7 @@ __device__ __forceinline__ ExpertTile expert_tile(const ExpertProblem& p,
                                                   int64_t row_blocks,
                                                   int block_rows) {
   const int64_t index = blockIdx.x / row_blocks;
-  const int64_t shared_groups =
-      p.has_shared ? (p.tokens + p.group_tokens - 1) / p.group_tokens : 0;
+  const int64_t shared_groups = p.has_shared ? (p.tokens + p.group_tokens - 1) / p.group_tokens : 0;
   ExpertTile tile;
   tile.row = blockIdx.x % row_blocks * block_rows;
   tile.shared = index < shared_groups;
@@ -93,24 +92,25 @@ __device__ __forceinline__ int64_t pair_row(const ExpertProblem& p, const Expert
 }
 
 // Input row of token n, for the first (x) or the second (hidden) product; null past the last token.
-__device__ __forceinline__ const uint16_t* expert_input(
-    const ExpertProblem& p, const ExpertTile& tile, int n, bool hidden) {
+__device__ __forceinline__ const uint16_t* expert_input(const ExpertProblem& p,
+                                                        const ExpertTile& tile,
+                                                        int n,
+                                                        bool hidden) {
   const int64_t row = pair_row(p, tile, n);
   if (row < 0) {
     return nullptr;
   }
-  const Bf16* base = hidden ? (tile.shared ? p.hidden_shared : p.hidden_routed) + row * p.f
+  const Bf16* base = hidden        ? (tile.shared ? p.hidden_shared : p.hidden_routed) + row * p.f
                      : tile.shared ? p.x_fp8 + row * p.d
                                    : p.x_fp4 + row / p.k * p.d;
   return reinterpret_cast<const uint16_t*>(base);
 }
 
-// Rows row + g of w1 (half 0) and of w3 (half 1): a lane gets gate and up of the same hidden column.
+// Rows row + g of w1 (half 0) and of w3 (half 1): a lane gets gate and up of the same hidden
+// column.
 template <class W>
-__device__ __forceinline__ TileRows gate_up_rows(const ExpertPointers& expert,
-                                                 int64_t row,
-                                                 int64_t in,
-                                                 const Lane& lane) {
+__device__ __forceinline__ TileRows
+gate_up_rows(const ExpertPointers& expert, int64_t row, int64_t in, const Lane& lane) {
   TileRows rows;
   W::place(rows, 0, expert.w1, expert.w1_scales, row + lane.g, in, lane);
   W::place(rows, 1, expert.w3, expert.w3_scales, row + lane.g, in, lane);
@@ -126,8 +126,8 @@ __device__ __forceinline__ float hidden_value(
   return rounded<Bf16>(g / (1.0f + expf(-g)) * u * weight);
 }
 
-// One warp: quantizes 32 hidden values of one token (lane l has column `column` + l, a multiple of 32)
-// and stores them in the order of the second product's weights.
+// One warp: quantizes 32 hidden values of one token (lane l has column `column` + l, a multiple of
+// 32) and stores them in the order of the second product's weights.
 __device__ __forceinline__ void store_hidden(
     const ExpertProblem& p, const ExpertTile& tile, int64_t pair, int64_t column, float h) {
   float unused = 0;

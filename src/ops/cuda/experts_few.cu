@@ -6,19 +6,19 @@
 // in   x_fp4, x_fp8 [T, D], FP4 (routed) or FP8 (shared) w1, w3 [F, D], w2 [D, F]
 // out  hidden_routed [T k, F], hidden_shared [T, F]; out_routed [T k, D], out_shared [T, D]
 //
-// hidden_kernel  block = 32 hidden columns of one group, 4 warps with 8 columns each: the warp's tile is 8
-//                rows of w1 above the 8 rows of w3 of the same columns, so that SwiGLU needs no exchange.
-//                The 32 columns are one quantization block.
+// hidden_kernel  block = 32 hidden columns of one group, 4 warps with 8 columns each: the warp's
+// tile is 8
+//                rows of w1 above the 8 rows of w3 of the same columns, so that SwiGLU needs no
+//                exchange. The 32 columns are one quantization block.
 // out_kernel     block = 64 rows of w2 of one group, 4 warps with 16 rows each.
 //
 //   warp   fill stages of weights | wait for the inputs | fill . mma | fill . mma | ...
 //
-// The weights of a block are known before the kernel in front has ended (routing is older), so the rings
-// fill while it drains. Inputs come from L1/L2.
-// Shared: 4 rings of 10 (FP4, 4 stages) or 13 KiB (FP8, 3 stages) in hidden_kernel, of 7.5 or 8.7 KiB in
-// out_kernel; four to five blocks per multiprocessor.
-// Bound by weight bytes: 18.8 MB per routed expert with a token, 35.4 MB for the shared one; close behind
-// come the integer operations of unpacking (17 per 8 FP4 weights).
+// The weights of a block are known before the kernel in front has ended (routing is older), so the
+// rings fill while it drains. Inputs come from L1/L2. Shared: 4 rings of 10 (FP4, 4 stages) or 13
+// KiB (FP8, 3 stages) in hidden_kernel, of 7.5 or 8.7 KiB in out_kernel; four to five blocks per
+// multiprocessor. Bound by weight bytes: 18.8 MB per routed expert with a token, 35.4 MB for the
+// shared one; close behind come the integer operations of unpacking (17 per 8 FP4 weights).
 #include "ops/cuda/experts.cuh"
 
 namespace cachalot::ops::cuda {
@@ -50,8 +50,9 @@ __device__ __forceinline__ void multiply(WeightRing<W, 1, kStages>& ring,
                                          float (&total)[1][1][4]) {
   const uint16_t* row = expert_input(p, tile, lane.g, hidden);
   const InputRows<1> inputs = {{row == nullptr ? nullptr : row + 8 * lane.t}};
-  run_chunks<W, 1, 1>(
-      ring, inputs, chunks, lane, [&](int, const float(&part)[1][1][4]) { add_part(total, part); });
+  run_chunks<W, 1, 1>(ring, inputs, chunks, lane, [&](int, const float (&part)[1][1][4]) {
+    add_part(total, part);
+  });
 }
 
 __global__ void __launch_bounds__(kThreads, 4)
@@ -84,8 +85,8 @@ __global__ void __launch_bounds__(kThreads, 4)
   for (int i = 0; i < 2; ++i) {
     const int n = 2 * lane.t + i;
     if (n < tile.group.count) {
-      hidden[n][warp * kColumns + lane.g] = hidden_value(
-          p, tile, pair_row(p, tile, n), total[0][0][i], total[0][0][2 + i]);
+      hidden[n][warp * kColumns + lane.g] =
+          hidden_value(p, tile, pair_row(p, tile, n), total[0][0][i], total[0][0][2 + i]);
     }
   }
   __syncthreads();
@@ -94,8 +95,7 @@ __global__ void __launch_bounds__(kThreads, 4)
   }
 }
 
-__global__ void __launch_bounds__(kThreads, 5)
-    out_kernel(const __grid_constant__ ExpertProblem p) {
+__global__ void __launch_bounds__(kThreads, 5) out_kernel(const __grid_constant__ ExpertProblem p) {
   const Lane lane;
   const int warp = static_cast<int>(threadIdx.x) / 32;
   const ExpertTile tile = expert_tile(p, p.d / kOutBlock, kOutBlock);

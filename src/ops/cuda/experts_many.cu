@@ -1,15 +1,17 @@
-// Experts with many tokens: groups of at most 32 or 64, whose inputs a block of 8 warps copies to shared
-// memory chunk by chunk (device/gemm.cuh). Same formulas, tiles and order of sums as experts_few.cu.
+// Experts with many tokens: groups of at most 32 or 64, whose inputs a block of 8 warps copies to
+// shared memory chunk by chunk (device/gemm.cuh). Same formulas, tiles and order of sums as
+// experts_few.cu.
 //
-// hidden_kernel  block = 64 hidden columns of one group; a warp's tile is 8 rows of w1 above the 8 rows of
+// hidden_kernel  block = 64 hidden columns of one group; a warp's tile is 8 rows of w1 above the 8
+// rows of
 //                w3 of the same columns
 // out_kernel     block = 128 rows of w2 of one group
 //
 //   warp   fill weights c + 2 . mma chunk c             block  copy inputs c + 2 | barrier | ...
 //
 // Shared: three chunks of inputs (36 KiB each for 64 tokens) and 8 weight rings of 7.5 to 13 KiB.
-// Bound by mma and shared-memory reads: 2 * 3 D F FLOP per token and expert; by weight bytes as long as the
-// groups are small.
+// Bound by mma and shared-memory reads: 2 * 3 D F FLOP per token and expert; by weight bytes as
+// long as the groups are small.
 #include "ops/cuda/device/gemm.cuh"
 #include "ops/cuda/experts.cuh"
 
@@ -88,8 +90,8 @@ __global__ void __launch_bounds__(kGemmThreads, 1)
     for (int i = 0; i < 2; ++i) {
       const int n = m * kTokenTile + 2 * lane.t + i;
       if (n < tile.group.count) {
-        hidden[n * kHiddenStride + warp * kColumns + lane.g] = hidden_value(
-            p, tile, pair_row(p, tile, n), total[0][m][i], total[0][m][2 + i]);
+        hidden[n * kHiddenStride + warp * kColumns + lane.g] =
+            hidden_value(p, tile, pair_row(p, tile, n), total[0][m][i], total[0][m][2 + i]);
       }
     }
   }
@@ -158,7 +160,8 @@ __global__ void __launch_bounds__(kGemmThreads, 1)
 
 template <int kTiles>
 Status run(const OpContext& ctx, const ExpertProblem& p, int64_t groups) {
-  constexpr int kHidden = std::max(Gemm<Fp8Pair, kTiles>::kShared, Gemm<Fp4Weights, kTiles>::kShared);
+  constexpr int kHidden =
+      std::max(Gemm<Fp8Pair, kTiles>::kShared, Gemm<Fp4Weights, kTiles>::kShared);
   constexpr int kOut = std::max(Gemm<Fp8Rows, kTiles>::kShared, Gemm<Fp4Weights, kTiles>::kShared);
   static_assert(kHidden <= kSharedCapacity - 1024 && kOut <= kSharedCapacity - 1024);
   static_assert(kTiles * kTokenTile * kOutStride * 4 <= kOut);

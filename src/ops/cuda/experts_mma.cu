@@ -1,12 +1,13 @@
-// Routed (FP4) and shared (FP8) experts on tensor cores, for BF16 inputs: routing, and the sum of the
-// experts' outputs. The products are in experts_few.cu and experts_many.cu.
+// Routed (FP4) and shared (FP8) experts on tensor cores, for BF16 inputs: routing, and the sum of
+// the experts' outputs. The products are in experts_few.cu and experts_many.cu.
 //
 //   y = round(sum over slots, ascending, of round(w2 hidden) + round(shared))
 //
 // in   x [T, D] bf16, experts [T, k] i32, weights [T, k] f32, w1, w3 [F, D], w2 [D, F]
 // out  y [T, D] bf16
 //
-// route     one block sorts the (token, slot) pairs by expert and cuts them into groups; a call of one or
+// route     one block sorts the (token, slot) pairs by expert and cuts them into groups; a call of
+// one or
 //           two tokens needs none: every pair is a group
 // prepare   x quantized, in the FP4 and the FP8 column order            -> scratch [T, D] each
 // hidden    see experts_few.cu
@@ -175,29 +176,28 @@ Status experts_mma(OpContext& ctx, const ExpertsArgs& args) {
   auto* group_count = scratch.array<int>(1);
   auto* x_fp4 = scratch.array<Bf16>(t * d);
   auto* x_fp8 = scratch.array<Bf16>(has_shared ? t * d : 1);
-  const ExpertProblem p{
-      .table = table,
-      .shared = has_shared ? expert_pointers(args.shared[0]) : ExpertPointers{},
-      .has_shared = has_shared,
-      .experts = static_cast<int>(experts),
-      .tokens = t,
-      .d = d,
-      .f = f,
-      .k = static_cast<int>(k),
-      .limit = args.limit,
-      .ids = args.experts.as<int32_t>(),
-      .weights = args.weights.as<float>(),
-      .pair_of = direct ? nullptr : pair_of,
-      .groups = group_list,
-      .group_count = group_count,
-      .group_tokens = static_cast<int>(tokens),
-      .x_fp4 = x_fp4,
-      .x_fp8 = x_fp8,
-      .hidden_routed = scratch.array<Bf16>(pairs * f),
-      .hidden_shared = scratch.array<Bf16>(has_shared ? t * f : 1),
-      .out_routed = scratch.array<Bf16>(pairs * d),
-      .out_shared = scratch.array<Bf16>(has_shared ? t * d : 1),
-      .y = static_cast<Bf16*>(args.y.data)};
+  const ExpertProblem p{.table = table,
+                        .shared = has_shared ? expert_pointers(args.shared[0]) : ExpertPointers{},
+                        .has_shared = has_shared,
+                        .experts = static_cast<int>(experts),
+                        .tokens = t,
+                        .d = d,
+                        .f = f,
+                        .k = static_cast<int>(k),
+                        .limit = args.limit,
+                        .ids = args.experts.as<int32_t>(),
+                        .weights = args.weights.as<float>(),
+                        .pair_of = direct ? nullptr : pair_of,
+                        .groups = group_list,
+                        .group_count = group_count,
+                        .group_tokens = static_cast<int>(tokens),
+                        .x_fp4 = x_fp4,
+                        .x_fp8 = x_fp8,
+                        .hidden_routed = scratch.array<Bf16>(pairs * f),
+                        .hidden_shared = scratch.array<Bf16>(has_shared ? t * f : 1),
+                        .out_routed = scratch.array<Bf16>(pairs * d),
+                        .out_shared = scratch.array<Bf16>(has_shared ? t * d : 1),
+                        .y = static_cast<Bf16*>(args.y.data)};
   CACHALOT_RETURN_IF_ERROR(scratch.status("experts"));
 
   if (!direct) {
@@ -215,8 +215,8 @@ Status experts_mma(OpContext& ctx, const ExpertsArgs& args) {
                                     group_list,
                                     group_count));
   }
-  // NOTE: the products read the routing before they wait. This kernel lets them start only after its own
-  // wait, which covers the routing.
+  // NOTE: the products read the routing before they wait. This kernel lets them start only after
+  // its own wait, which covers the routing.
   CACHALOT_RETURN_IF_ERROR(prepare_experts_input(
       ctx, static_cast<const Bf16*>(args.x.data), t, d, x_fp4, has_shared ? x_fp8 : nullptr));
   CACHALOT_RETURN_IF_ERROR(tokens == kTokenTile ? experts_few(ctx, p, groups)

@@ -86,10 +86,9 @@ __global__ void __launch_bounds__(kThreads) stream_kernel(const __grid_constant_
                             kCoefficients,
                             kStreams * s.d,
                             lane)};
-  typename Shared::Ring ring(
-      dynamic_shared() + Shared::kColumnBytes + warp * Shared::Ring::kBytes,
-      rows,
-      kChunk / F32Weights::kStep);
+  typename Shared::Ring ring(dynamic_shared() + Shared::kColumnBytes + warp * Shared::Ring::kBytes,
+                             rows,
+                             kChunk / F32Weights::kStep);
   wait_for_previous_kernels();
   allow_next_kernel();
 
@@ -134,8 +133,8 @@ __global__ void __launch_bounds__(kThreads) stream_kernel(const __grid_constant_
     multiply_step<F32Weights, 1, kTiles>(
         raw,
         [&](int n, int p) {
-          return *reinterpret_cast<const uint4*>(
-              own + (n * kTokenTile + lane.g) * kRowElements + k + 32 * p);
+          return *reinterpret_cast<const uint4*>(own + (n * kTokenTile + lane.g) * kRowElements +
+                                                 k + 32 * p);
         },
         lane,
         sum);

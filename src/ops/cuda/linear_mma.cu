@@ -1,22 +1,24 @@
 // y = x W^T on tensor cores, for BF16 inputs: FP8 (32 x 32 blocks), FP4 (row blocks), BF16 and F32
-// weights, expanded to BF16 in registers. The result equals the block-scaled product up to the order
-// of FP32 sums: E4M3 and E2M1 times a power of two are exact in BF16, and so are their inputs.
+// weights, expanded to BF16 in registers. The result equals the block-scaled product up to the
+// order of FP32 sums: E4M3 and E2M1 times a power of two are exact in BF16, and so are their
+// inputs.
 //
-// in   x [T, groups * K] bf16, weights [N, K]        out  y [T, N] bf16|f32, up to four weights per call
+// in   x [T, groups * K] bf16, weights [N, K]        out  y [T, N] bf16|f32, up to four weights per
+// call
 //
-// Up to 8 tokens (few_kernel): a tile of 16 rows belongs to one warp, or to several that share its chunks
-// of 256 columns so that some 1000 to 2000 warps have loads under way. Weights go through a ring in shared
-// memory, inputs come from L1/L2.
+// Up to 8 tokens (few_kernel): a tile of 16 rows belongs to one warp, or to several that share its
+// chunks of 256 columns so that some 1000 to 2000 warps have loads under way. Weights go through a
+// ring in shared memory, inputs come from L1/L2.
 //
 //   warp   fill stages 0, 1 | wait for x | fill 2 . mma 0 | fill 0 . mma 1 | ...
 //   block  chunk sums -> shared, added in order -> y     (shared tiles only)
 //
-// More tokens (many_kernel): a block of 8 warps has 128 rows and 32 or 64 tokens, whose inputs it copies to
-// shared memory chunk by chunk (device/gemm.cuh).
+// More tokens (many_kernel): a block of 8 warps has 128 rows and 32 or 64 tokens, whose inputs it
+// copies to shared memory chunk by chunk (device/gemm.cuh).
 //
 // Shared: few_kernel at most 13 KiB per warp (3 stages) and 640 B per chunk; many_kernel 214 KiB.
-// Bound by weight bytes at few tokens, by mma and shared-memory reads at many. The order of every sum is
-// that of device/weights.cuh and depends on K alone.
+// Bound by weight bytes at few tokens, by mma and shared-memory reads at many. The order of every
+// sum is that of device/weights.cuh and depends on K alone.
 #include "ops/cuda/device/gemm.cuh"
 #include "ops/cuda/device/weights.cuh"
 #include "ops/cuda/input.cuh"
@@ -26,8 +28,8 @@
 namespace cachalot::ops::cuda {
 namespace {
 
-constexpr int kFewWarps = 4;     // of a block whose warps have a tile each
-constexpr int kMaxSharing = 10;  // warps that share a tile
+constexpr int kFewWarps = 4;      // of a block whose warps have a tile each
+constexpr int kMaxSharing = 10;   // warps that share a tile
 constexpr int kMostWarps = 2112;  // 16 on each of 132 multiprocessors
 constexpr int kMaxTargets = 4;
 constexpr int kStages = 3;
@@ -112,15 +114,16 @@ __global__ void __launch_bounds__(kMaxSharing * 32, 1)
   allow_next_kernel();
   const int64_t token = lane.g;
   const InputRows<1> inputs = {
-      {token < p.tokens ? reinterpret_cast<const uint16_t*>(
-                              p.x + token * p.width + place.row / target.group_rows * p.in +
-                              first * kChunk + 8 * lane.t)
+      {token < p.tokens ? reinterpret_cast<const uint16_t*>(p.x + token * p.width +
+                                                            place.row / target.group_rows * p.in +
+                                                            first * kChunk + 8 * lane.t)
                         : nullptr}};
   const int tokens = static_cast<int>(p.tokens);
   if (sharing == 1) {
     float total[1][1][4] = {};
-    run_chunks<W, 1, 1>(
-        ring, inputs, chunks, lane, [&](int, const float(&part)[1][1][4]) { add_part(total, part); });
+    run_chunks<W, 1, 1>(ring, inputs, chunks, lane, [&](int, const float (&part)[1][1][4]) {
+      add_part(total, part);
+    });
     store_sums(sums[warp], total[0][0], lane);
     __syncwarp();
     for (int i = static_cast<int>(threadIdx.x) % 32; i < tokens * kTileRows; i += 32) {
@@ -129,7 +132,7 @@ __global__ void __launch_bounds__(kMaxSharing * 32, 1)
     }
     return;
   }
-  run_chunks<W, 1, 1>(ring, inputs, last - first, lane, [&](int c, const float(&part)[1][1][4]) {
+  run_chunks<W, 1, 1>(ring, inputs, last - first, lane, [&](int c, const float (&part)[1][1][4]) {
     store_sums(sums[first + c], part[0][0], lane);
   });
   __syncthreads();
@@ -145,8 +148,7 @@ __global__ void __launch_bounds__(kMaxSharing * 32, 1)
 }
 
 template <class W, int kTiles>
-__global__ void __launch_bounds__(kGemmThreads, 1)
-    many_kernel(const __grid_constant__ Problem p) {
+__global__ void __launch_bounds__(kGemmThreads, 1) many_kernel(const __grid_constant__ Problem p) {
   using Block = Gemm<W, kTiles>;
   __shared__ const uint16_t* token_row[Block::kTokens];
   const Lane lane;
@@ -159,8 +161,7 @@ __global__ void __launch_bounds__(kGemmThreads, 1)
   const Block block{dynamic_shared(), token_row};
   const TileRows rows[1] = {
       tile_rows<W>(target.values, target.scales, place.row, target.out, p.in, lane)};
-  typename Block::Ring ring(
-      block.ring_memory(), rows, active ? chunks * (kChunk / W::kStep) : 0);
+  typename Block::Ring ring(block.ring_memory(), rows, active ? chunks * (kChunk / W::kStep) : 0);
   wait_for_previous_kernels();
   allow_next_kernel();
   const int64_t token0 = static_cast<int64_t>(blockIdx.y) * Block::kTokens;
@@ -169,9 +170,9 @@ __global__ void __launch_bounds__(kGemmThreads, 1)
   const int64_t column = first.row / p.target[first.target].group_rows * p.in;
   if (threadIdx.x < Block::kTokens) {
     const int64_t token = token0 + threadIdx.x;
-    token_row[threadIdx.x] =
-        token < p.tokens ? reinterpret_cast<const uint16_t*>(p.x + token * p.width + column)
-                         : nullptr;
+    token_row[threadIdx.x] = token < p.tokens
+                                 ? reinterpret_cast<const uint16_t*>(p.x + token * p.width + column)
+                                 : nullptr;
   }
   __syncthreads();
   float total[1][kTiles][4] = {};
@@ -188,10 +189,8 @@ __global__ void __launch_bounds__(kGemmThreads, 1)
     for (int i = static_cast<int>(threadIdx.x) % 32; i < Block::kTokens * kTileRows; i += 32) {
       const int n = i / kTileRows, r = i % kTileRows;
       if (token0 + n < p.tokens) {
-        store_y(target,
-                token0 + n,
-                place.row + r,
-                sums[n / kTokenTile][n % kTokenTile][r] * W::kLate);
+        store_y(
+            target, token0 + n, place.row + r, sums[n / kTokenTile][n % kTokenTile][r] * W::kLate);
       }
     }
   }
@@ -215,15 +214,15 @@ Status launch_few(const OpContext& ctx, const Problem& p) {
   const int sharing = chunks <= 128 ? tile_sharing(p.tiles, chunks) : 1;
   const int warps = sharing == 1 ? kFewWarps : sharing;
   const int sums = sharing == 1 ? kFewWarps : chunks;
-  return launch(ctx,
-                "linear",
-                few_kernel<W>,
-                extent(sharing == 1 ? ceil_div(p.tiles, kFewWarps) : p.tiles),
-                warps * 32,
-                warps * WeightRing<W, 1, kStages>::kBytes +
-                    sums * static_cast<int64_t>(sizeof(TileSums)),
-                p,
-                sharing);
+  return launch(
+      ctx,
+      "linear",
+      few_kernel<W>,
+      extent(sharing == 1 ? ceil_div(p.tiles, kFewWarps) : p.tiles),
+      warps * 32,
+      warps * WeightRing<W, 1, kStages>::kBytes + sums * static_cast<int64_t>(sizeof(TileSums)),
+      p,
+      sharing);
 }
 
 template <class W, int kTiles>
@@ -231,14 +230,14 @@ Status launch_many(const OpContext& ctx, const Problem& p) {
   using Block = Gemm<W, kTiles>;
   static_assert(Block::kShared <= kSharedCapacity - 1024);
   static_assert(kGemmWarps * kTiles * sizeof(TileSums) <= Block::kShared);
-  return launch(ctx,
-                "linear",
-                many_kernel<W, kTiles>,
-                dim3(extent(ceil_div(p.tiles, kGemmWarps)),
-                     extent(ceil_div(p.tokens, Block::kTokens))),
-                kGemmThreads,
-                Block::kShared,
-                p);
+  return launch(
+      ctx,
+      "linear",
+      many_kernel<W, kTiles>,
+      dim3(extent(ceil_div(p.tiles, kGemmWarps)), extent(ceil_div(p.tokens, Block::kTokens))),
+      kGemmThreads,
+      Block::kShared,
+      p);
 }
 
 template <class W>
@@ -265,7 +264,7 @@ Status run_format(OpContext& ctx,
                   WeightFormat format,
                   std::span<const LinearTarget> targets) {
   const int64_t tokens = args.x.dim(0), width = args.x.dim(1), in = width / args.groups;
-  const InputLayout layout = format == WeightFormat::kFp8Block  ? InputLayout::kFp8
+  const InputLayout layout = format == WeightFormat::kFp8Block ? InputLayout::kFp8
                              : format == WeightFormat::kFp4Row ? InputLayout::kFp4
                                                                : InputLayout::kNatural;
   const bool quantize = args.quantize_input && targets[0].weight->quantizes_input();
@@ -290,8 +289,8 @@ Status run_format(OpContext& ctx,
                                .first_tile = p.tiles,
                                .y_is_bf16 = targets[i].y.dtype == DType::kBF16};
       p.tiles += static_cast<int>(ceil_div(w.out, kTileRows));
-      whole_groups = whole_groups && (args.groups == 1 ||
-                                      w.out / args.groups % (kGemmWarps * kTileRows) == 0);
+      whole_groups =
+          whole_groups && (args.groups == 1 || w.out / args.groups % (kGemmWarps * kTileRows) == 0);
     }
     if (tokens <= kTokenTile || whole_groups) {
       CACHALOT_RETURN_IF_ERROR(launch_format(ctx, format, p, tokens <= kTokenTile));

@@ -1,5 +1,6 @@
-// Blocks that multiply many tokens: eight warps with a tile of 16 weight rows each, and the input rows of
-// one chunk of K for all of them in shared memory. Same fragments and order of sums as device/weights.cuh.
+// Blocks that multiply many tokens: eight warps with a tile of 16 weight rows each, and the input
+// rows of one chunk of K for all of them in shared memory. Same fragments and order of sums as
+// device/weights.cuh.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -18,10 +19,12 @@ struct Gemm {
   static constexpr int kStages = 3;
   static constexpr int kTokens = kTiles * kTokenTile;
   static constexpr int kSteps = kChunk / W::kStep;  // of a chunk
-  // Input chunks travel kAhead chunks ahead, in the same copy groups as the weights of their first step.
+  // Input chunks travel kAhead chunks ahead, in the same copy groups as the weights of their first
+  // step.
   static constexpr int kAhead = (kStages - 2 + kSteps) / kSteps;
   static constexpr int kInputStages = kAhead + 1;
-  static constexpr int kRowBytes = kChunk * 2 + 64;  // of a token in shared memory: no bank conflicts
+  static constexpr int kRowBytes =
+      kChunk * 2 + 64;  // of a token in shared memory: no bank conflicts
   static constexpr int kInputBytes = kTokens * kRowBytes;
   using Ring = WeightRing<W, 1, kStages>;
   static constexpr int kShared = kInputStages * kInputBytes + kGemmWarps * Ring::kBytes;
@@ -50,13 +53,10 @@ struct Gemm {
     }
   }
 
-  // total[n] = this warp's 16 rows times token tile n, over all chunks. `active` false: the warp only
-  // helps to copy. All threads of the block call it; token_row must be visible to them.
-  __device__ __forceinline__ void run(Ring& ring,
-                                      int chunks,
-                                      bool active,
-                                      const Lane& lane,
-                                      float (&total)[1][kTiles][4]) const {
+  // total[n] = this warp's 16 rows times token tile n, over all chunks. `active` false: the warp
+  // only helps to copy. All threads of the block call it; token_row must be visible to them.
+  __device__ __forceinline__ void run(
+      Ring& ring, int chunks, bool active, const Lane& lane, float (&total)[1][kTiles][4]) const {
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) {
       copy_chunk(i, chunks);
@@ -70,7 +70,8 @@ struct Gemm {
       for (int step = 0; step < kSteps; ++step) {
         ring.wait();
         if (step == 0) {
-          // All have their copies of chunk c, and have left the stage that chunk c + kAhead goes to.
+          // All have their copies of chunk c, and have left the stage that chunk c + kAhead goes
+          // to.
           __syncthreads();
           copy_chunk(c + kAhead, chunks);
         }

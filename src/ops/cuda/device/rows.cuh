@@ -52,8 +52,8 @@ __device__ void rotate_row(float* row, int64_t n, const float* cos_sin, int64_t 
 
 enum class RowFormat { kWindow, kMain, kIndex };
 
-// Writes the cache row of `row` (n values in shared memory) in the layout of quant/block.h. A warp takes
-// 32 values at a time, lane by lane; all warps of the block call it.
+// Writes the cache row of `row` (n values in shared memory) in the layout of quant/block.h. A warp
+// takes 32 values at a time, lane by lane; all warps of the block call it.
 template <RowFormat kFormat>
 __device__ void encode_row(const float* row, int64_t n, uint8_t* out) {
   constexpr int kBlock = kFormat == RowFormat::kMain ? 16 : 32;
@@ -67,7 +67,7 @@ __device__ void encode_row(const float* row, int64_t n, uint8_t* out) {
     for (int step = 1; step < kBlock; step *= 2) {
       amax = max(amax, __shfl_xor_sync(kAllLanes, amax, step));
     }
-    const uint32_t scale = kFormat == RowFormat::kWindow  ? fp8_scale(amax)
+    const uint32_t scale = kFormat == RowFormat::kWindow ? fp8_scale(amax)
                            : kFormat == RowFormat::kMain ? fp4_main_scale(amax)
                                                          : fp4_index_scale(amax);
     if (lane % kBlock == 0 && i < n) {

@@ -2,21 +2,22 @@
 // storage to BF16 registers.
 //
 // K runs in chunks of kChunk columns. Inside a chunk the 16 columns of one mma are chosen so that a
-// lane's loads are 16 contiguous bytes and unpacking needs no byte permutation; the input is laid out
-// to match (InputLayout below) by the kernel that quantizes it. Every kernel that multiplies weights
-// uses these fragments and sums in the same order: the columns of a chunk in one mma accumulator that
-// starts at zero, then the chunks in ascending order. So a row's result does not depend on how many
-// rows there are, on who else works on it, or on which kernel ran.
+// lane's loads are 16 contiguous bytes and unpacking needs no byte permutation; the input is laid
+// out to match (InputLayout below) by the kernel that quantizes it. Every kernel that multiplies
+// weights uses these fragments and sums in the same order: the columns of a chunk in one mma
+// accumulator that starts at zero, then the chunks in ascending order. So a row's result does not
+// depend on how many rows there are, on who else works on it, or on which kernel ran.
 //
-// Weights travel through a ring of stages in shared memory, filled by cp.async. A lane copies exactly
-// the bytes that it will read, so the ring needs no barrier: waiting for one's own copies is enough.
+// Weights travel through a ring of stages in shared memory, filled by cp.async. A lane copies
+// exactly the bytes that it will read, so the ring needs no barrier: waiting for one's own copies
+// is enough.
 //
-// FP8 and FP4 codes become BF16 by bit placement: the code's magnitude bits at the right place are the
-// value times 2^-120 (E4M3) or 2^-126 (E2M1), subnormals included, and one BF16 multiplication brings
-// in the block scale exactly: on the weights or, for FP8 where a tile's 16 rows share it, on the fewer
-// input values. The product is kept 2^-40 too small so that scale bytes from 50 (2^-77) to 169 (2^42)
-// stay in BF16's range; the FP32 sum is multiplied by 2^40 at the end. Scale bytes outside that range,
-// which no checkpoint has, give infinity or lose bits.
+// FP8 and FP4 codes become BF16 by bit placement: the code's magnitude bits at the right place are
+// the value times 2^-120 (E4M3) or 2^-126 (E2M1), subnormals included, and one BF16 multiplication
+// brings in the block scale exactly: on the weights or, for FP8 where a tile's 16 rows share it, on
+// the fewer input values. The product is kept 2^-40 too small so that scale bytes from 50 (2^-77)
+// to 169 (2^42) stay in BF16's range; the FP32 sum is multiplied by 2^40 at the end. Scale bytes
+// outside that range, which no checkpoint has, give infinity or lose bits.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -64,8 +65,8 @@ struct Lane {
       : g(static_cast<int>(threadIdx.x % 32) / 4), t(static_cast<int>(threadIdx.x) % 4) {}
 };
 
-// Where the 16 rows of a tile lie: this lane's bytes of its two rows and their scales. Moves along K as
-// the ring fills.
+// Where the 16 rows of a tile lie: this lane's bytes of its two rows and their scales. Moves along
+// K as the ring fills.
 struct TileRows {
   const uint8_t* value[2];
   const uint8_t* scale[2];
@@ -88,9 +89,8 @@ __device__ __forceinline__ uint32_t word(const uint4& v) {
 
 // A format provides
 //   kStep          columns of one stage
-//   kSlots         16-byte pieces of a lane in a stage; slot 2 j + h is column group j of row half h
-//   kGroupBytes    distance of a row's column groups
-//   kStepBytes     bytes of a row in a stage
+//   kSlots         16-byte pieces of a lane in a stage; slot 2 j + h is column group j of row half
+//   h kGroupBytes    distance of a row's column groups kStepBytes     bytes of a row in a stage
 //   kScaleRows     rows whose scales a lane needs, kStep / 32 bytes each
 //   kLayout        input layout
 //   kLate          factor that the finished sum still needs
@@ -99,8 +99,8 @@ __device__ __forceinline__ uint32_t word(const uint4& v) {
 //   fragment<i>()  the A operands of mma i of a stage
 //   input_scale()  what multiplies piece p of the input if kScaleInput
 
-// kInput: block scales go to the input (few tokens) instead of the weights. kRows 2: the row halves of a
-// tile come from different matrices and have scales of their own.
+// kInput: block scales go to the input (few tokens) instead of the weights. kRows 2: the row halves
+// of a tile come from different matrices and have scales of their own.
 template <bool kInput, int kRows = 1>
 struct Fp8Weights {
   static_assert(!kInput || kRows == 1);
@@ -185,8 +185,8 @@ struct Fp4Weights {
     rows.value[h] = values + row * (in / 2) + 16 * lane.t;
     rows.scale[h] = scales + row * (in / 32);
   }
-  // BF16 pair of the nibbles n and n + 4 of a word, times 2^-126: sign to bit 15, magnitude to bits 8..6.
-  // A multiplication makes both copies of an isolated nibble at once.
+  // BF16 pair of the nibbles n and n + 4 of a word, times 2^-126: sign to bit 15, magnitude to
+  // bits 8..6. A multiplication makes both copies of an isolated nibble at once.
   template <int n>
   static __device__ __forceinline__ uint32_t nibbles(uint32_t w) {
     if constexpr (n == 0) {
@@ -239,7 +239,9 @@ struct Bf16Weights {
     rows.scale[h] = nullptr;
   }
   template <int kIndex>
-  static __device__ __forceinline__ void fragment(uint32_t (&a)[1][4], const Raw& raw, const Lane&) {
+  static __device__ __forceinline__ void fragment(uint32_t (&a)[1][4],
+                                                  const Raw& raw,
+                                                  const Lane&) {
     constexpr int j = kIndex / 2, h = kIndex % 2 * 2;
     a[0][0] = word<h>(raw.v[2 * j]);
     a[0][1] = word<h>(raw.v[2 * j + 1]);
@@ -248,8 +250,8 @@ struct Bf16Weights {
   }
 };
 
-// FP32 weights as the exact sum of three BF16 numbers. A lane has columns 8 t .. 8 t + 7 of 32; its two
-// column groups are the halves of those.
+// FP32 weights as the exact sum of three BF16 numbers. A lane has columns 8 t .. 8 t + 7 of 32; its
+// two column groups are the halves of those.
 struct F32Weights {
   static constexpr int kStep = 32;
   static constexpr int kSlots = 4;
@@ -285,7 +287,9 @@ struct F32Weights {
     }
   }
   template <int kIndex>
-  static __device__ __forceinline__ void fragment(uint32_t (&a)[3][4], const Raw& raw, const Lane&) {
+  static __device__ __forceinline__ void fragment(uint32_t (&a)[3][4],
+                                                  const Raw& raw,
+                                                  const Lane&) {
     uint32_t parts[4][3];
     const uint4 &low = raw.v[2 * kIndex], &high = raw.v[2 * kIndex + 1];
     split(parts[0], low.x, low.y);
@@ -302,8 +306,8 @@ struct F32Weights {
   }
 };
 
-// This lane's places in the tile of rows row .. row + 15. Rows past the matrix repeat its last row: their
-// results are not stored.
+// This lane's places in the tile of rows row .. row + 15. Rows past the matrix repeat its last row:
+// their results are not stored.
 template <class W>
 __device__ __forceinline__ TileRows tile_rows(const uint8_t* values,
                                               const uint8_t* scales,
@@ -339,7 +343,8 @@ class WeightRing {
   static constexpr int kBytes = kStages * kStageBytes;
   static_assert(W::kScaleRows == 0 || kScaleBytes == 8);
 
-  // `memory` is the warp's, kBytes long. Starts the first stages of the next `steps` steps of `rows`.
+  // `memory` is the warp's, kBytes long. Starts the first stages of the next `steps` steps of
+  // `rows`.
   __device__ __forceinline__ WeightRing(uint8_t* memory, const TileRows (&rows)[kMats], int steps)
       : memory_(memory + threadIdx.x % 32 * 16), left_(steps) {
 #pragma unroll
@@ -352,8 +357,8 @@ class WeightRing {
     }
   }
 
-  // The next step: wait() for its copies, then read() it, which also starts the copies of the step that is
-  // kStages - 1 ahead.
+  // The next step: wait() for its copies, then read() it, which also starts the copies of the step
+  // that is kStages - 1 ahead.
   __device__ __forceinline__ void wait() const { copy_async_wait<kStages - 2>(); }
   __device__ __forceinline__ void read(typename W::Raw (&raw)[kMats]) {
     fill(read_ == 0 ? kStages - 1 : read_ - 1);
@@ -474,8 +479,8 @@ __device__ __forceinline__ void multiply_step(const typename W::Raw (&raw)[kMats
   });
 }
 
-// Input rows in memory: rows[n] is this lane's row of token tile n, offset by 8 t columns and to the
-// column where the ring starts, in W::kLayout; null past the last token.
+// Input rows in memory: rows[n] is this lane's row of token tile n, offset by 8 t columns and to
+// the column where the ring starts, in W::kLayout; null past the last token.
 template <int kTiles>
 struct InputRows {
   const uint16_t* rows[kTiles];
