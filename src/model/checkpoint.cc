@@ -50,19 +50,21 @@ struct Invalid {
   int64_t count = 0;
 };
 
-// First the whole range at once, which vectorizes; then, rarely, element by element.
-template <class T, class Predicate>
-Invalid scan(const T* data, int64_t begin, int64_t end, const Predicate& is_invalid) {
+// Invalid values have all bits of `mask` set: in each format these are the bits of the exponent, or
+// of the whole code. First a run at once, which vectorizes; then, rarely, element by element.
+template <class T>
+Invalid scan(const TensorView& view, int64_t begin, int64_t end, T mask) {
+  const T* data = view.as<T>();
   Invalid found;
   constexpr int64_t kRun = 4096;
   for (int64_t run = begin; run < end; run += kRun) {
     const int64_t run_end = std::min(end, run + kRun);
-    bool any = false;
+    T any = 0;
     for (int64_t i = run; i < run_end; ++i) {
-      any |= is_invalid(data[i]);
+      any |= static_cast<T>((data[i] & mask) == mask);
     }
-    for (int64_t i = run; any && i < run_end; ++i) {
-      if (is_invalid(data[i])) {
+    for (int64_t i = run; any != 0 && i < run_end; ++i) {
+      if ((data[i] & mask) == mask) {
         found.first = found.count == 0 ? i : found.first;
         ++found.count;
       }
@@ -89,17 +91,13 @@ std::string_view invalid_name(DType dtype) {
 Invalid scan(const TensorView& view, int64_t begin, int64_t end) {
   switch (view.dtype) {
     case DType::kF32:
-      return scan(view.as<uint32_t>(), begin, end, [](uint32_t bits) {
-        return (bits & 0x7F800000) == 0x7F800000;
-      });
+      return scan<uint32_t>(view, begin, end, 0x7F800000);
     case DType::kBF16:
-      return scan(
-          view.as<uint16_t>(), begin, end, [](uint16_t bits) { return (bits & 0x7F80) == 0x7F80; });
+      return scan<uint16_t>(view, begin, end, 0x7F80);
     case DType::kF8E4M3:
-      return scan(
-          view.as<uint8_t>(), begin, end, [](uint8_t code) { return (code & 0x7F) == 0x7F; });
+      return scan<uint8_t>(view, begin, end, 0x7F);
     case DType::kF8E8M0:
-      return scan(view.as<uint8_t>(), begin, end, [](uint8_t byte) { return byte == 255; });
+      return scan<uint8_t>(view, begin, end, 0xFF);
     default:
       return {};
   }
