@@ -406,7 +406,7 @@ int main(int argc, char** argv) {
   m.ctx.backend = cachalot::ops::Backend::kCpu;
   m.ctx.pool = m.pool.get();
   m.ctx.scratch = &m.arena;
-  m.bandwidth = cachalot::ops::cpu::measure_read_bandwidth(*m.pool);
-  m.flops = 2 * cachalot::ops::cpu::measure_multiply_add_rate(*m.pool);
+  m.bandwidth = cachalot::ops::cpu::ReadMeter(*m.pool).best_of(5);
+  m.flops = 2 * cachalot::ops::cpu::best_multiply_add_rate(*m.pool, 5);
   cachalot::run(m);
 }

@@ -14,7 +14,7 @@ namespace {
 
 // Decoded window rows per pass over the sequences, unless one sequence needs more.
 constexpr int64_t kWindowRows = 4096;
-constexpr int64_t kLeastHeads = 16;
+constexpr int64_t kLeastHeads = 8;
 
 class Attention {
  public:

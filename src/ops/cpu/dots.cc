@@ -4,12 +4,13 @@
 //
 // Order. Lane l of one accumulator vector sums, with fused multiply-adds, the products of positions
 // l, l + 8, l + 16, ... in ascending order; a fixed tree adds the lanes at the end. Positions are
-// those of decode_block(): natural, except that FP4 groups of 16 are transposed, on both sides.
-// Decoding is exact in FP32 (a code times a power of two), so it does not matter where it happens:
+// those of row_order(): natural, except that groups of FP8 and FP4 codes are transposed, on both
+// sides, so that codes widen without shuffles across lanes. Decoding is exact in FP32 (a code times
+// a power of two), so it does not matter where it happens:
 //   - up to kDecodeRows rows: weights are decoded in registers, 4 outputs at a time, and read once;
-//   - more rows: kPanelOutputs x kPanelDepth weights are decoded into an L1-sized panel that all
+//   - more rows: kPanelOutputs x kPanelDepth weights (24 KiB) are decoded into a panel that all
 //   rows
-//     pass, 4 rows x 3 outputs at a time; between panels the accumulator vectors rest in memory.
+//     pass, 4 rows x 3 outputs at a time; between stretches of K the accumulators rest in memory.
 // Both give the same bits for a row, whatever other rows there are.
 //
 // Bounds: the first path is bound by the stream of weight bytes, the second by FMAs (4 x 3 needs 7
@@ -33,9 +34,10 @@ namespace cachalot::ops::cpu {
 namespace HWY_NAMESPACE {
 
 constexpr int64_t kPanelDepth = 512;
-// The decode path asks for weight bytes ahead of their use: the next outputs' rows while these are
-// read, if they are short (hardware prefetchers restart at every row, and together they fit into
-// L1), else this far along each row.
+// The decode path asks for weight bytes ahead of their use: line by line for the next outputs' rows
+// while these are read, if they are short (hardware prefetchers restart at every row, and they fit
+// into L1), else this far along each row.
+constexpr int64_t kLine = 64;
 constexpr int64_t kShortBytes = 24 << 10;
 constexpr int64_t kAheadBytes = 1024;
 
@@ -126,12 +128,21 @@ void register_dots(
   }
   constexpr int64_t kBytes = block_bytes<kFormat>();
   const bool near = kOutputs * w.row_bytes <= kShortBytes;
-  const uint8_t* ahead = near ? rows[0] + kOutputs * w.row_bytes : rows[0] + kAheadBytes;
-  const int64_t step = near ? kOutputs * kBytes : kBytes, stride = near ? kBytes : w.row_bytes;
+  const uint8_t* next = rows[0] + kOutputs * w.row_bytes;
   const int64_t whole = w.in / 32;
   for (int64_t block = 0; block < whole; ++block) {
+    if (near) {
+      for (int64_t line = 0; line < kOutputs * kBytes; line += kLine) {
+        hwy::Prefetch(next + block * kOutputs * kBytes + line);
+      }
+    } else if (block * kBytes % kLine == 0) {
+      for (int c = 0; c < kOutputs; ++c) {
+        for (int64_t line = 0; line < kBytes; line += kLine) {
+          hwy::Prefetch(rows[c] + kAheadBytes + block * kBytes + line);
+        }
+      }
+    }
     for (int c = 0; c < kOutputs; ++c) {
-      hwy::Prefetch(ahead + block * step + c * stride);
       accumulate_block<kFormat, kRows>(
           rows[c] + block * kBytes, scale_at<kFormat>(scales[c], block), x, block, acc[c]);
     }
@@ -145,7 +156,7 @@ void register_dots(
   }
   for (int c = 0; c < kOutputs; ++c) {
     for (int r = 0; r < kRows; ++r) {
-      result[r * ld + c] = lane_sum(acc[c][r]);
+      result[r * ld + c] = lane_sum(acc[c][r]) * weight_unit<kFormat>();
     }
   }
 }
@@ -167,7 +178,7 @@ void decode_path(const WeightRows& w,
 }
 
 // Decodes blocks [first, last) of `count` weight rows from `o`; panel rows are kPanelDepth apart.
-// Asks for the panel that comes next: the same rows further on, or the next rows.
+// Asks for the same blocks of the rows that come next.
 template <WeightFormat kFormat>
 void decode_panel(
     const WeightRows& w, int64_t o, int64_t count, int64_t first, int64_t last, float* panel) {
@@ -178,10 +189,13 @@ void decode_panel(
     Vec v[kBlockVecs];
     const int64_t whole = std::min(last, w.in / 32);
     constexpr int64_t kBytes = block_bytes<kFormat>();
-    const uint8_t* next = last * 32 < w.in ? row + (last - first) * kBytes
-                                           : row + count * w.row_bytes - first * kBytes;
+    const uint8_t* next = row + count * w.row_bytes;
     for (int64_t block = first; block < whole; ++block) {
-      hwy::Prefetch(next + block * kBytes);
+      if (block * kBytes % kLine == 0) {
+        for (int64_t line = 0; line < kBytes; line += kLine) {
+          hwy::Prefetch(next + block * kBytes + line);
+        }
+      }
       decode_block<kFormat>(row + block * kBytes, scale_at<kFormat>(scales, block), v);
       for (int64_t i = 0; i < kBlockVecs; ++i) {
         hn::Store(v[i], F32(), out + i * kLanes);
@@ -228,6 +242,7 @@ struct TileArgs {
   bool last;
   float* result;
   int64_t ld;
+  float unit;
 };
 
 template <int kRows, int kOutputs>
@@ -250,7 +265,7 @@ HWY_NOINLINE void run_tile(const TileArgs& args) {
   if (args.last) {
     for (int r = 0; r < kRows; ++r) {
       for (int c = 0; c < kOutputs; ++c) {
-        args.result[r * args.ld + c] = lane_sum(acc[r][c]);
+        args.result[r * args.ld + c] = lane_sum(acc[r][c]) * args.unit;
       }
     }
   } else {
@@ -270,7 +285,7 @@ constexpr TileFunction kTiles[4][3] = {
     {run_tile<4, 1>, run_tile<4, 2>, run_tile<4, 3>},
 };
 
-// At most kPanelOutputs outputs and kPanelRows rows.
+// At most kTileOutputs outputs and kTileRows rows.
 template <WeightFormat kFormat>
 void panel_path(const WeightRows& w,
                 int64_t begin,
@@ -281,28 +296,32 @@ void panel_path(const WeightRows& w,
                 float* result,
                 int64_t ld) {
   alignas(64) float panel[kPanelOutputs * kPanelDepth];
-  alignas(64) float rest[kPanelRows * kPanelOutputs * kLanes];
+  alignas(64) float rest[kTileRows * kTileOutputs * kLanes];
   const int64_t blocks = (w.in + 31) / 32;
   constexpr int64_t kStep = kPanelDepth / 32;
+  TileArgs args;
+  args.rest_ld = kTileOutputs * kLanes;
+  args.ld = ld;
+  args.unit = weight_unit<kFormat>();
   for (int64_t block = 0; block < blocks; block += kStep) {
     const int64_t end = std::min(blocks, block + kStep);
-    decode_panel<kFormat>(w, begin, count, block, end, panel);
-    TileArgs args;
     args.depth = (end - block) * 32;
-    args.rest_ld = kPanelOutputs * kLanes;
     args.first = block == 0;
     args.last = end == blocks;
-    args.ld = ld;
-    for (int64_t r = 0; r < rows; r += 4) {
-      const int64_t tile_rows = std::min<int64_t>(4, rows - r);
-      for (int64_t i = 0; i < tile_rows; ++i) {
-        args.x[i] = x.row(first_row + r + i) + block * 32;
-      }
-      for (int64_t c = 0; c < count; c += 3) {
-        args.panel = panel + c * kPanelDepth;
-        args.rest = rest + r * args.rest_ld + c * kLanes;
-        args.result = result + r * ld + c;
-        kTiles[tile_rows - 1][std::min<int64_t>(3, count - c) - 1](args);
+    for (int64_t o = 0; o < count; o += kPanelOutputs) {
+      const int64_t outputs = std::min(kPanelOutputs, count - o);
+      decode_panel<kFormat>(w, begin + o, outputs, block, end, panel);
+      for (int64_t r = 0; r < rows; r += 4) {
+        const int64_t tile_rows = std::min<int64_t>(4, rows - r);
+        for (int64_t i = 0; i < tile_rows; ++i) {
+          args.x[i] = x.row(first_row + r + i) + block * 32;
+        }
+        for (int64_t c = 0; c < outputs; c += 3) {
+          args.panel = panel + c * kPanelDepth;
+          args.rest = rest + r * args.rest_ld + (o + c) * kLanes;
+          args.result = result + r * ld + o + c;
+          kTiles[tile_rows - 1][std::min<int64_t>(3, outputs - c) - 1](args);
+        }
       }
     }
   }
@@ -327,14 +346,14 @@ void weight_dots_as(const Weight& weight,
     }
     return;
   }
-  for (int64_t r = 0; r < rows; r += kPanelRows) {
-    for (int64_t o = 0; o < count; o += kPanelOutputs) {
+  for (int64_t r = 0; r < rows; r += kTileRows) {
+    for (int64_t o = 0; o < count; o += kTileOutputs) {
       panel_path<kFormat>(w,
                           begin + o,
-                          std::min(kPanelOutputs, count - o),
+                          std::min(kTileOutputs, count - o),
                           x,
                           r,
-                          std::min(kPanelRows, rows - r),
+                          std::min(kTileRows, rows - r),
                           result + r * ld + o,
                           ld);
     }
@@ -400,8 +419,15 @@ namespace cachalot::ops::cpu {
 HWY_EXPORT(weight_dots);
 HWY_EXPORT(decode_weight_row);
 
-bool transposed_order(WeightFormat format) {
-  return format == WeightFormat::kFp4Row;
+RowOrder row_order(WeightFormat format) {
+  switch (format) {
+    case WeightFormat::kFp8Block:
+      return RowOrder::kBytes;
+    case WeightFormat::kFp4Row:
+      return RowOrder::kNibbles;
+    default:
+      return RowOrder::kNatural;
+  }
 }
 
 void weight_dots(const Weight& weight,

@@ -3,7 +3,7 @@
 // Rows are grouped by expert. Phase 1, tasks of (expert, tile of F): gate and up products, SwiGLU,
 // the FP8 rounding of h; h lies in the order that w2 wants. Phase 2, tasks of tiles of D: every
 // expert's w2 product in ascending order, summed per row in FP32, then the shared expert, then one
-// rounding. A weight is read once per phase whatever the number of its rows (up to kPanelRows).
+// rounding. A weight is read once per phase whatever the number of its rows (up to kRowChunk).
 #include <vector>
 
 #include "ops/cpu/kernels.h"
@@ -14,8 +14,8 @@ namespace {
 
 // Whole FP8 blocks of h and whole panels of outputs.
 constexpr int64_t kHiddenTile = 96;
-static_assert(kHiddenTile % 32 == 0 && kHiddenTile % kPanelOutputs == 0);
-constexpr int64_t kRowChunk = 64;
+static_assert(kHiddenTile % 32 == 0 && kHiddenTile % kTileOutputs == 0);
+constexpr int64_t kRowChunk = kTileRows;
 
 // One expert with its rows.
 struct Job {
@@ -88,9 +88,7 @@ void hidden_tile(const Job& job,
       if (act == DType::kBF16 && w2.quantizes_input()) {
         fp8_round_row(h, count);
       }
-      if (transposed_order(w2.format)) {
-        transpose_row(h, count);
-      }
+      arrange_row(h, count, row_order(w2.format));
     }
   }
 }

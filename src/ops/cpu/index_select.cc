@@ -155,7 +155,7 @@ class Selector {
           rotate_row(head, dim_, args_.rope.as<float>() + row.row * half * 2, half, 1.0f);
           round_row(head, dim_, act);
           fp4_index_round_row(head, dim_);
-          transpose_row(head, dim_);
+          arrange_row(head, dim_, RowOrder::kNibbles);
           float weight[kPad];
           load_row(static_cast<const uint8_t*>(args_.w.data) + at * bytes, act, 1, weight);
           row.weights[h] = weight[0] * scale;

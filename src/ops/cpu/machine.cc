@@ -81,7 +81,7 @@ HWY_EXPORT(read_all);
 HWY_EXPORT(multiply_add);
 
 namespace {
-constexpr int kPasses = 5;
+constexpr int64_t kReadBytes = int64_t{512} << 20;
 }  // namespace
 
 std::vector<std::string> instruction_sets() {
@@ -108,48 +108,54 @@ bool use_instruction_set(std::string_view name) {
   return true;
 }
 
-double measure_read_bandwidth(ThreadPool& pool) {
-  constexpr int64_t kBytes = int64_t{512} << 20;
-  constexpr int64_t kCount = kBytes / 4;
-  // One allocation, touched by the threads that read it.
-  std::unique_ptr<uint32_t[]> memory(new uint32_t[kCount + 64]);
-  uint32_t* data = memory.get();
-  data += (64 - reinterpret_cast<uintptr_t>(data) % 64) % 64 / 4;
-  const int64_t share = kCount / pool.threads() / 1024 * 1024;
+ReadMeter::ReadMeter(ThreadPool& pool)
+    : pool_(pool),
+      memory_(new uint32_t[kReadBytes / 4 + 64]),
+      data_(memory_.get()),
+      share_(kReadBytes / 4 / pool.threads() / 1024 * 1024) {
+  data_ += (64 - reinterpret_cast<uintptr_t>(data_) % 64) % 64 / 4;
+  // Touched by the threads that read it.
+  pool_.parallel_for(pool_.threads(), 1, [&](int64_t first, int64_t last) {
+    std::memset(data_ + first * share_, 1, static_cast<size_t>((last - first) * share_) * 4);
+  });
+}
+
+double ReadMeter::pass() {
   std::atomic<uint32_t> sink{0};
-  double best = 0;
-  for (int pass = 0; pass <= kPasses; ++pass) {
-    const double begin = now_seconds();
-    pool.parallel_for(pool.threads(), 1, [&](int64_t first, int64_t last) {
-      for (int64_t i = first; i < last; ++i) {
-        if (pass == 0) {
-          std::memset(data + i * share, 1, static_cast<size_t>(share) * 4);
-        } else {
-          sink += HWY_DYNAMIC_DISPATCH(read_all)(data + i * share, share);
-        }
-      }
-    });
-    const double seconds = now_seconds() - begin;
-    if (pass > 0) {
-      best = std::max(best, static_cast<double>(share * pool.threads() * 4) / seconds);
+  const double begin = now_seconds();
+  pool_.parallel_for(pool_.threads(), 1, [&](int64_t first, int64_t last) {
+    for (int64_t i = first; i < last; ++i) {
+      sink += HWY_DYNAMIC_DISPATCH(read_all)(data_ + i * share_, share_);
     }
+  });
+  return static_cast<double>(share_ * pool_.threads() * 4) / (now_seconds() - begin);
+}
+
+double ReadMeter::best_of(int passes) {
+  double best = 0;
+  for (int i = 0; i < passes; ++i) {
+    best = std::max(best, pass());
   }
   return best;
 }
 
-double measure_multiply_add_rate(ThreadPool& pool) {
+double multiply_add_pass(ThreadPool& pool) {
   constexpr int64_t kRounds = int64_t{1} << 22;
   std::vector<float> sink(static_cast<size_t>(pool.threads()) * 16);
+  std::atomic<int64_t> done{0};
+  const double begin = now_seconds();
+  pool.parallel_for(pool.threads(), 1, [&](int64_t first, int64_t last) {
+    for (int64_t i = first; i < last; ++i) {
+      done += HWY_DYNAMIC_DISPATCH(multiply_add)(kRounds, &sink[static_cast<size_t>(i) * 16]);
+    }
+  });
+  return static_cast<double>(done.load()) / (now_seconds() - begin);
+}
+
+double best_multiply_add_rate(ThreadPool& pool, int passes) {
   double best = 0;
-  for (int pass = 0; pass < kPasses; ++pass) {
-    std::atomic<int64_t> done{0};
-    const double begin = now_seconds();
-    pool.parallel_for(pool.threads(), 1, [&](int64_t first, int64_t last) {
-      for (int64_t i = first; i < last; ++i) {
-        done += HWY_DYNAMIC_DISPATCH(multiply_add)(kRounds, &sink[static_cast<size_t>(i) * 16]);
-      }
-    });
-    best = std::max(best, static_cast<double>(done.load()) / (now_seconds() - begin));
+  for (int i = 0; i < passes; ++i) {
+    best = std::max(best, multiply_add_pass(pool));
   }
   return best;
 }

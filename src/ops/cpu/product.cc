@@ -8,7 +8,6 @@ namespace {
 // Bytes of weights per task in decode: long enough to stream, short enough to balance.
 constexpr int64_t kDecodeTaskBytes = 64 << 10;
 constexpr int64_t kDecodeTaskOutputs = 256;
-constexpr int64_t kTaskOutputs = 2 * kPanelOutputs;
 constexpr int64_t kTasksPerThread = 3;
 constexpr int64_t kLeastRowChunk = 16;
 
@@ -35,11 +34,18 @@ Split split(const Product& product, int64_t rows, int64_t threads) {
     s.tile = std::clamp<int64_t>(kDecodeTaskBytes / row_bytes / 4 * 4, 4, kDecodeTaskOutputs);
     s.row_chunk = rows;
   } else {
-    s.tile = kTaskOutputs;
-    // Weights are decoded once per chunk of rows: chunks shrink only as far as all threads need it.
+    // Weights are decoded once per chunk of rows, and rows pass once per tile of outputs: both
+    // shrink only as far as all threads need it.
+    int64_t chunks = ceil_div(rows, kTileRows);
+    const int64_t wanted = kTasksPerThread * threads;
+    s.tile = kTileOutputs;
+    while (s.tile > kPanelOutputs &&
+           ceil_div(s.group_outputs, s.tile) * product.groups * chunks < wanted) {
+      s.tile /= 2;
+    }
     const int64_t columns = ceil_div(s.group_outputs, s.tile) * product.groups;
-    const int64_t chunks = ceil_div(kTasksPerThread * threads, columns);
-    s.row_chunk = std::clamp(ceil_div(ceil_div(rows, chunks), 4) * 4, kLeastRowChunk, kPanelRows);
+    chunks = std::max(chunks, ceil_div(wanted, columns));
+    s.row_chunk = std::max(ceil_div(ceil_div(rows, chunks), 4) * 4, kLeastRowChunk);
   }
   s.tiles = ceil_div(s.group_outputs, s.tile);
   s.row_chunks = ceil_div(rows, s.row_chunk);
@@ -56,7 +62,7 @@ void run_task(const Product& product, const Split& s, int64_t task, int64_t rows
   const int64_t count = std::min(s.tile, s.group_outputs - tile * s.tile);
   RowSet x = product.x;
   x.base += first_row * x.stride + group * padded(product.weight->in);
-  constexpr int64_t kMost = std::max(kDecodeTaskOutputs * kDecodeRows, kTaskOutputs * kPanelRows);
+  constexpr int64_t kMost = std::max(kDecodeTaskOutputs * kDecodeRows, kTileOutputs * kTileRows);
   alignas(64) float result[kMost];
   weight_dots(*product.weight, begin, count, x, n_rows, result, count);
   const int64_t out = product.weight->out, width = dtype_bytes(product.y.dtype);
@@ -71,9 +77,9 @@ void run_task(const Product& product, const Split& s, int64_t task, int64_t rows
 
 RowSet InputRows::get(const Weight& weight) {
   const bool quantized = quantize_ && x_.dtype == DType::kBF16 && weight.quantizes_input();
-  const bool transposed = transposed_order(weight.format);
+  const RowOrder order = row_order(weight.format);
   for (size_t i = 0; i < count_; ++i) {
-    if (forms_[i].quantized == quantized && forms_[i].transposed == transposed) {
+    if (forms_[i].quantized == quantized && forms_[i].order == order) {
       return forms_[i].rows;
     }
   }
@@ -87,12 +93,10 @@ RowSet InputRows::get(const Weight& weight) {
       if (quantized) {
         fp8_round_row(row, in);
       }
-      if (transposed) {
-        transpose_row(row, in);
-      }
+      arrange_row(row, in, order);
     }
   });
-  forms_[count_] = {quantized, transposed, {base, stride, nullptr}};
+  forms_[count_] = {quantized, order, {base, stride, nullptr}};
   return forms_[count_++].rows;
 }
 

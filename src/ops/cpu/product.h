@@ -21,7 +21,7 @@ class InputRows {
  private:
   struct Form {
     bool quantized;
-    bool transposed;
+    RowOrder order;
     RowSet rows;
   };
   OpContext& ctx_;
@@ -29,7 +29,7 @@ class InputRows {
   const TensorView& x_;
   int64_t groups_;
   bool quantize_;
-  std::array<Form, 4> forms_{};
+  std::array<Form, 6> forms_{};
   size_t count_ = 0;
 };
 

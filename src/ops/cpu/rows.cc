@@ -295,15 +295,24 @@ void decode_main_row(const uint8_t* bytes, int64_t n, float* row) {
   }
 }
 
-void transpose_row(float* row, int64_t n) {
-  const hn::CappedTag<float, 4> d;
-  for (float* x = row; x < row + n; x += 16) {
-    hn::Vec<decltype(d)> a, b, c, e;
+template <class D>
+HWY_INLINE void transpose_groups(D d, float* row, int64_t n) {
+  constexpr int64_t kN = static_cast<int64_t>(hn::MaxLanes(D()));
+  for (float* x = row; x < row + n; x += 4 * kN) {
+    hn::Vec<D> a, b, c, e;
     hn::LoadInterleaved4(d, x, a, b, c, e);
     hn::StoreU(a, d, x);
-    hn::StoreU(b, d, x + 4);
-    hn::StoreU(c, d, x + 8);
-    hn::StoreU(e, d, x + 12);
+    hn::StoreU(b, d, x + kN);
+    hn::StoreU(c, d, x + 2 * kN);
+    hn::StoreU(e, d, x + 3 * kN);
+  }
+}
+
+void arrange_row(float* row, int64_t n, RowOrder order) {
+  if (order == RowOrder::kBytes) {
+    transpose_groups(F32(), row, n);
+  } else if (order == RowOrder::kNibbles) {
+    transpose_groups(hn::CappedTag<float, 4>(), row, n);
   }
 }
 
@@ -680,7 +689,7 @@ HWY_EXPORT(encode_main_row);
 HWY_EXPORT(encode_index_row);
 HWY_EXPORT(decode_window_row);
 HWY_EXPORT(decode_main_row);
-HWY_EXPORT(transpose_row);
+HWY_EXPORT(arrange_row);
 HWY_EXPORT(norm_row);
 HWY_EXPORT(sum_squares);
 HWY_EXPORT(rotate_row);
@@ -726,8 +735,8 @@ void decode_window_row(const uint8_t* bytes, int64_t n, float* row) {
 void decode_main_row(const uint8_t* bytes, int64_t n, float* row) {
   HWY_DYNAMIC_DISPATCH(decode_main_row)(bytes, n, row);
 }
-void transpose_row(float* row, int64_t n) {
-  HWY_DYNAMIC_DISPATCH(transpose_row)(row, n);
+void arrange_row(float* row, int64_t n, RowOrder order) {
+  HWY_DYNAMIC_DISPATCH(arrange_row)(row, n, order);
 }
 void norm_row(const float* x, const TensorView& weight, int64_t n, float eps, float* out) {
   HWY_DYNAMIC_DISPATCH(norm_row)(x, weight, n, eps, out);

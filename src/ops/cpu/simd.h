@@ -38,9 +38,15 @@ void encode_index_row(const float* row, int64_t n, uint8_t* bytes);
 void decode_window_row(const uint8_t* bytes, int64_t n, float* row);
 void decode_main_row(const uint8_t* bytes, int64_t n, float* row);
 
-// Groups of 16 values in the order of decoded FP4 weights: value 4 i + c of a group goes to 4 c +
-// i.
-void transpose_row(float* row, int64_t n);
+// The orders in which a row meets decoded weights of a format. Groups of values are transposed as 4
+// columns: value 4 i + c of a group of 4 n goes to position c n + i.
+enum class RowOrder : uint8_t {
+  kNatural,
+  kBytes,    // FP8 tiles: groups of 32 (of 16 with 4 lanes)
+  kNibbles,  // FP4: groups of 16
+};
+RowOrder row_order(WeightFormat format);
+void arrange_row(float* row, int64_t n, RowOrder order);
 
 // out = x * rsqrt(mean(x^2) + eps) * weight; out may be x.
 void norm_row(const float* x, const TensorView& weight, int64_t n, float eps, float* out);
@@ -123,11 +129,8 @@ struct RowSet {
   const float* row(int64_t i) const { return base + (index == nullptr ? i : index[i]) * stride; }
 };
 
-// True if rows that meet this weight must be transposed (transpose_row).
-bool transposed_order(WeightFormat format);
-
 // result[r * ld + o] = x_r . W[begin + o] for r < rows, o < count. x rows are padded(weight.in)
-// long.
+// long, in the weight's row_order().
 void weight_dots(const Weight& weight,
                  int64_t begin,
                  int64_t count,
@@ -135,13 +138,15 @@ void weight_dots(const Weight& weight,
                  int64_t rows,
                  float* result,
                  int64_t ld);
-// How many outputs and rows weight_dots handles at a time: good sizes for a task.
+// How many outputs and rows weight_dots handles at a time: good sizes for a task. One decoded panel
+// has kPanelOutputs outputs; the rows' stretch of K stays in L2 for all panels of a tile.
 constexpr int64_t kPanelOutputs = 12;
-constexpr int64_t kPanelRows = 128;
+constexpr int64_t kTileOutputs = 4 * kPanelOutputs;
+constexpr int64_t kTileRows = 96;
 // Up to this many rows, weight_dots decodes weights in registers instead of into a panel.
 constexpr int64_t kDecodeRows = 2;
 
-// Row `row` of an FP8 or F32 table, as a row.
+// Row `row` of an FP8 (kFp8Row) or F32 table, as a row.
 void decode_weight_row(const Weight& weight, int64_t row, float* out);
 
 // Attention --------------------------------------------------------------------------------------
@@ -164,7 +169,7 @@ void attend_heads(
 // Index ------------------------------------------------------------------------------------------
 
 // Index queries of one row, heads side by side: element (i, h) at q[i * padded_heads + h] with the
-// values of a head transposed (transpose_row); head weights behind.
+// values of a head in FP4 order.
 constexpr int64_t padded_heads(int64_t heads) {
   return (heads + 7) / 8 * 8;
 }

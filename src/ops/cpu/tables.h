@@ -58,6 +58,17 @@ constexpr std::array<float, 256> make_e8m0_times_256() {
 }
 inline constexpr std::array<float, 256> kE8m0Times256 = make_e8m0_times_256();
 
+// 2^(scale - 127 + 60); infinite for scales from 2^68 on.
+constexpr std::array<float, 256> make_e8m0_times_2p60() {
+  std::array<float, 256> table{};
+  for (uint32_t scale = 0; scale < 256; ++scale) {
+    table[scale] = std::bit_cast<float>((scale < 195 ? scale + 60 : 255u) << 23);
+  }
+  table[255] = std::bit_cast<float>(0x7FC00000u);
+  return table;
+}
+inline constexpr std::array<float, 256> kE8m0Times2p60 = make_e8m0_times_2p60();
+
 // E4M3 codes as floats.
 constexpr std::array<float, 256> make_e4m3() {
   std::array<float, 256> table{};
