@@ -56,6 +56,8 @@ TEST_F(CudaLinear, MatchesRefForEveryFormatAndIsBatchInvariant) {
                               {512, 33, 1},
                               {1280, 64, 1},
                               {2304, 32, 1},
+                              {512, 1568, 1},
+                              {256, 1536, 2},
                               {256, 64, 2},
                               {96, 40, 1},
                               {40, 17, 1}};

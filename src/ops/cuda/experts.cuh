@@ -32,6 +32,7 @@ struct ExpertProblem {
   const ExpertGroup* groups;
   const int* group_count;
   int group_tokens;     // at most, in a group
+  bool wide;            // x and hidden are in wide order: groups of more than 8 tokens
   const Bf16* x_fp4;    // [T, D] quantized, in FP4 order
   const Bf16* x_fp8;    // [T, D] quantized, in FP8 order
   Bf16* hidden_routed;  // [T k, F] quantized, in FP4 order
@@ -134,13 +135,13 @@ __device__ __forceinline__ void store_hidden(
   fp8_round_pair(h, unused, fp8_scale(__reduce_max_sync(kAllLanes, magnitude_bits(h))));
   const InputLayout layout = tile.shared ? InputLayout::kFp8 : InputLayout::kFp4;
   const int c = static_cast<int>(column % kChunk) + static_cast<int>(threadIdx.x) % 32;
-  const int64_t place =
-      column / kChunk * kChunk + layout_piece(layout, c / 8) * 8 + layout_slot(layout, c % 8);
+  const int lane_place = layout_piece(layout, c / 8) * 8 + layout_slot(layout, c % 8);
+  const int64_t place = column / kChunk * kChunk + (p.wide ? wide_place(lane_place) : lane_place);
   Bf16* to = tile.shared ? p.hidden_shared : p.hidden_routed;
   to[pair * p.f + place] = from_float<Bf16>(h);
 }
 
-// The two products for groups of at most 8 tokens, and for groups of at most 32 or 64.
+// The two products for groups of at most 8 tokens, and for groups of at most 32 or 128.
 Status experts_few(const OpContext& ctx, const ExpertProblem& p, int64_t groups);
 Status experts_many(const OpContext& ctx, const ExpertProblem& p, int64_t groups);
 

@@ -4,21 +4,24 @@
 //   out = round(w2 hidden)
 //
 // in   x_fp4, x_fp8 [T, D], FP4 (routed) or FP8 (shared) w1, w3 [F, D], w2 [D, F]
-// out  hidden_routed [T k, F], hidden_shared [T, F]; out_routed [T k, D], out_shared [T, D]
 //
-// hidden_kernel  block = 32 hidden columns of one group, 4 warps with 8 columns each: the warp's
-// tile is 8
-//                rows of w1 above the 8 rows of w3 of the same columns, so that SwiGLU needs no
-//                exchange. The 32 columns are one quantization block.
-// out_kernel     block = 64 rows of w2 of one group, 4 warps with 16 rows each.
+// out  hidden_routed [T k, F], hidden_shared [T, F], out_routed [T k, D], out_shared [T, D]
+//
+// hidden_kernel: a block has 32 hidden columns of one group, 4 warps with 8 columns each. A warp's
+// tile is 8 rows of w1 above the 8 rows of w3 of the same columns, so that SwiGLU needs no
+// exchange; the 32 columns are one quantization block.
+//
+// out_kernel: a block has 64 rows of w2 of one group, 4 warps with 16 rows each.
 //
 //   warp   fill stages of weights | wait for the inputs | fill . mma | fill . mma | ...
 //
 // The weights of a block are known before the kernel in front has ended (routing is older), so the
-// rings fill while it drains. Inputs come from L1/L2. Shared: 4 rings of 10 (FP4, 4 stages) or 13
-// KiB (FP8, 3 stages) in hidden_kernel, of 7.5 or 8.7 KiB in out_kernel; four to five blocks per
-// multiprocessor. Bound by weight bytes: 18.8 MB per routed expert with a token, 35.4 MB for the
-// shared one; close behind come the integer operations of unpacking (17 per 8 FP4 weights).
+// rings fill while it drains. Inputs come from L1/L2, one group ahead of their use.
+//
+// Shared: 4 rings of 3 stages, 7.5 (FP4) or 6.8 KiB (FP8) each; six blocks per multiprocessor.
+//
+// Bound by weight bytes: 18.8 MB per routed expert with a token, 35.4 MB for the shared one. Close
+// behind come the integer operations of unpacking (17 instructions per 8 FP4 weights).
 #include "ops/cuda/experts.cuh"
 
 namespace cachalot::ops::cuda {
@@ -33,29 +36,35 @@ static_assert(kHiddenBlock == 32, "one quantization block");
 
 using Fp8Pair = Fp8Weights<false, 2>;
 using Fp8Rows = Fp8Weights<true>;
-using HiddenFp4 = WeightRing<Fp4Weights, 1, 4>;
-using HiddenFp8 = WeightRing<Fp8Pair, 1, 3>;
-using OutFp4 = WeightRing<Fp4Weights, 1, 3>;
-using OutFp8 = WeightRing<Fp8Rows, 1, 2>;
+using HiddenFp4 = WeightRing<Fp4Weights, 3>;
+using HiddenFp8 = WeightRing<Fp8Pair, 3>;
+using OutFp4 = WeightRing<Fp4Weights, 3>;
+using OutFp8 = WeightRing<Fp8Rows, 3>;
 constexpr int kHiddenRing = std::max(HiddenFp4::kBytes, HiddenFp8::kBytes);
 constexpr int kOutRing = std::max(OutFp4::kBytes, OutFp8::kBytes);
 
 template <class W, int kStages>
-__device__ __forceinline__ void multiply(WeightRing<W, 1, kStages>& ring,
+__device__ __forceinline__ void multiply(WeightRing<W, kStages>& ring,
                                          const ExpertProblem& p,
                                          const ExpertTile& tile,
                                          bool hidden,
                                          int chunks,
                                          const Lane& lane,
-                                         float (&total)[1][1][4]) {
+                                         float (&total)[4]) {
   const uint16_t* row = expert_input(p, tile, lane.g, hidden);
-  const InputRows<1> inputs = {{row == nullptr ? nullptr : row + 8 * lane.t}};
-  run_chunks<W, 1, 1>(ring, inputs, chunks, lane, [&](int, const float (&part)[1][1][4]) {
-    add_part(total, part);
-  });
+  run_chunks(ring,
+             row == nullptr ? nullptr : row + 8 * lane.t,
+             chunks,
+             lane,
+             [&](int, const float (&part)[4]) {
+#pragma unroll
+               for (int i = 0; i < 4; ++i) {
+                 total[i] += part[i];
+               }
+             });
 }
 
-__global__ void __launch_bounds__(kThreads, 4)
+__global__ void __launch_bounds__(kThreads, 6)
     hidden_kernel(const __grid_constant__ ExpertProblem p) {
   __shared__ float hidden[kTokenTile][kHiddenBlock + 1];
   const Lane lane;
@@ -67,15 +76,15 @@ __global__ void __launch_bounds__(kThreads, 4)
   const int chunks = static_cast<int>(p.d / kChunk);
   const int64_t row = tile.row + warp * kColumns;
   uint8_t* memory = dynamic_shared() + warp * kHiddenRing;
-  float total[1][1][4] = {};
+  float total[4] = {};
   if (tile.shared) {
-    const TileRows rows[1] = {gate_up_rows<Fp8Pair>(tile.expert, row, p.d, lane)};
-    HiddenFp8 ring(memory, rows, chunks);
+    const TileRows rows = gate_up_rows<Fp8Pair>(tile.expert, row, p.d, lane);
+    HiddenFp8 ring(memory, rows, chunks * (kChunk / Fp8Pair::kStep));
     wait_for_previous_kernels();
     allow_next_kernel();
     multiply(ring, p, tile, false, chunks, lane, total);
   } else {
-    const TileRows rows[1] = {gate_up_rows<Fp4Weights>(tile.expert, row, p.d, lane)};
+    const TileRows rows = gate_up_rows<Fp4Weights>(tile.expert, row, p.d, lane);
     HiddenFp4 ring(memory, rows, chunks);
     wait_for_previous_kernels();
     allow_next_kernel();
@@ -86,7 +95,7 @@ __global__ void __launch_bounds__(kThreads, 4)
     const int n = 2 * lane.t + i;
     if (n < tile.group.count) {
       hidden[n][warp * kColumns + lane.g] =
-          hidden_value(p, tile, pair_row(p, tile, n), total[0][0][i], total[0][0][2 + i]);
+          hidden_value(p, tile, pair_row(p, tile, n), total[i], total[2 + i]);
     }
   }
   __syncthreads();
@@ -95,7 +104,7 @@ __global__ void __launch_bounds__(kThreads, 4)
   }
 }
 
-__global__ void __launch_bounds__(kThreads, 5) out_kernel(const __grid_constant__ ExpertProblem p) {
+__global__ void __launch_bounds__(kThreads, 6) out_kernel(const __grid_constant__ ExpertProblem p) {
   const Lane lane;
   const int warp = static_cast<int>(threadIdx.x) / 32;
   const ExpertTile tile = expert_tile(p, p.d / kOutBlock, kOutBlock);
@@ -105,17 +114,17 @@ __global__ void __launch_bounds__(kThreads, 5) out_kernel(const __grid_constant_
   const int chunks = static_cast<int>(p.f / kChunk);
   const int64_t row = tile.row + warp * kTileRows;
   uint8_t* memory = dynamic_shared() + warp * kOutRing;
-  float total[1][1][4] = {};
+  float total[4] = {};
   if (tile.shared) {
-    const TileRows rows[1] = {
-        tile_rows<Fp8Rows>(tile.expert.w2, tile.expert.w2_scales, row, p.d, p.f, lane)};
-    OutFp8 ring(memory, rows, chunks);
+    const TileRows rows =
+        tile_rows<Fp8Rows>(tile.expert.w2, tile.expert.w2_scales, row, p.d, p.f, lane);
+    OutFp8 ring(memory, rows, chunks * (kChunk / Fp8Rows::kStep));
     wait_for_previous_kernels();
     allow_next_kernel();
     multiply(ring, p, tile, true, chunks, lane, total);
   } else {
-    const TileRows rows[1] = {
-        tile_rows<Fp4Weights>(tile.expert.w2, tile.expert.w2_scales, row, p.d, p.f, lane)};
+    const TileRows rows =
+        tile_rows<Fp4Weights>(tile.expert.w2, tile.expert.w2_scales, row, p.d, p.f, lane);
     OutFp4 ring(memory, rows, chunks);
     wait_for_previous_kernels();
     allow_next_kernel();
@@ -127,7 +136,7 @@ __global__ void __launch_bounds__(kThreads, 5) out_kernel(const __grid_constant_
     const int n = 2 * lane.t + i % 2;
     if (n < tile.group.count) {
       out[pair_row(p, tile, n) * p.d + row + lane.g + 8 * (i / 2)] =
-          from_float<Bf16>(total[0][0][i] * kLateScale);
+          from_float<Bf16>(total[i] * kLateScale);
     }
   }
 }

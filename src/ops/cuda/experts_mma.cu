@@ -88,9 +88,12 @@ __global__ void __launch_bounds__(kRouteThreads) route_kernel(const int32_t* exp
     *group_count = totals[1];
   }
   for (int e = thread; e < expert_count; e += kRouteThreads) {
-    for (int g = 0; g * group_tokens < count[e]; ++g) {
-      groups[group_begin[e] + g] = {
-          e, begin[e] + g * group_tokens, min(group_tokens, count[e] - g * group_tokens)};
+    // Groups of one size, so that none is nearly empty.
+    const int n = (count[e] + group_tokens - 1) / group_tokens;
+    for (int g = 0; g < n; ++g) {
+      const auto first = static_cast<int>(int64_t{count[e]} * g / n);
+      const auto last = static_cast<int>(int64_t{count[e]} * (g + 1) / n);
+      groups[group_begin[e] + g] = {e, begin[e] + first, last - first};
     }
   }
   __syncthreads();
@@ -136,7 +139,7 @@ __global__ void __launch_bounds__(kThreads)
 // Tokens of a group, by the mean number of tokens of an expert.
 int64_t group_tokens(int64_t pairs, int64_t experts) {
   const int64_t mean = pairs / experts;
-  return mean <= 4 ? kTokenTile : mean <= 24 ? 32 : 64;
+  return mean <= 4 ? kTokenTile : mean <= 24 ? 32 : 128;
 }
 
 }  // namespace
@@ -191,6 +194,7 @@ Status experts_mma(OpContext& ctx, const ExpertsArgs& args) {
                         .groups = group_list,
                         .group_count = group_count,
                         .group_tokens = static_cast<int>(tokens),
+                        .wide = tokens > kTokenTile,
                         .x_fp4 = x_fp4,
                         .x_fp8 = x_fp8,
                         .hidden_routed = scratch.array<Bf16>(pairs * f),
@@ -217,8 +221,13 @@ Status experts_mma(OpContext& ctx, const ExpertsArgs& args) {
   }
   // NOTE: the products read the routing before they wait. This kernel lets them start only after
   // its own wait, which covers the routing.
-  CACHALOT_RETURN_IF_ERROR(prepare_experts_input(
-      ctx, static_cast<const Bf16*>(args.x.data), t, d, x_fp4, has_shared ? x_fp8 : nullptr));
+  CACHALOT_RETURN_IF_ERROR(prepare_experts_input(ctx,
+                                                 static_cast<const Bf16*>(args.x.data),
+                                                 t,
+                                                 d,
+                                                 p.wide,
+                                                 x_fp4,
+                                                 has_shared ? x_fp8 : nullptr));
   CACHALOT_RETURN_IF_ERROR(tokens == kTokenTile ? experts_few(ctx, p, groups)
                                                 : experts_many(ctx, p, groups));
   return launch(ctx,

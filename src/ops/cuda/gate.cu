@@ -2,13 +2,15 @@
 // weight = score / (sum of the chosen + 1e-20) * scale.
 //
 // in   x [T, D] act, weight [E, D], bias, bias_vl [E] f32, is_image [T] u8, forced [T, k] or none
+//
 // out  experts [T, k] i32 ascending, weights [T, k] f32
-// The product runs in linear_mma.cu (FP32 logits in scratch). Then one warp per token holds scores
-// and biased scores in shared memory (2 E floats) and takes the maximum k times; ties go to the
-// lower id. Bound by launches at decode; 4 E bytes per token of logits otherwise.
-#include <cfloat>
-
+//
+// The product runs in linear_mma.cu (FP32 logits in scratch). Then one warp per token, with the
+// scores of its experts in registers, takes the maximum k times. Ties go to the lower id.
+//
+// Shared: k ids per warp. Bound by launches and latency at decode; 4 E bytes per token otherwise.
 #include "ops/cuda/device/reduce.cuh"
+#include "ops/cuda/device/top_k.cuh"
 #include "ops/cuda/kernels.h"
 #include "ops/cuda/launch.cuh"
 #include "ops/cuda/linear.cuh"
@@ -16,107 +18,118 @@
 namespace cachalot::ops::cuda {
 namespace {
 
-constexpr int kWarps = 4;
-constexpr int kThreads = kWarps * kWarp;
-
-struct Choice {
-  float score;
-  int32_t id;  // -1: none
-};
-
-__device__ __forceinline__ Choice better(const Choice& a, const Choice& b) {
-  if (a.id < 0 || b.id < 0) {
-    return a.id < 0 ? b : a;
-  }
-  return b.score > a.score || (b.score == a.score && b.id < a.id) ? b : a;
-}
+constexpr int kWarps = 4;  // of a block
+constexpr int64_t kMostExperts = 1024;
 
 __device__ __forceinline__ float router_score(float logit) {
   return sqrtf(logit > 20.0f ? logit : log1pf(expf(logit)));
 }
 
-__global__ void __launch_bounds__(kThreads) select_kernel(const float* logits,
-                                                          const float* bias,
-                                                          const float* bias_vl,
-                                                          const uint8_t* is_image,
-                                                          const int32_t* forced,
-                                                          int64_t tokens,
-                                                          int e,
-                                                          int k,
-                                                          float temperature,
-                                                          float scale,
-                                                          int32_t* experts,
-                                                          float* weights) {
-  const int warp = static_cast<int>(threadIdx.x) / kWarp;
-  const int lane = static_cast<int>(threadIdx.x) % kWarp;
-  float* score = reinterpret_cast<float*>(dynamic_shared()) + warp * (2 * e + k);  // [E]
-  float* biased = score + e;                                                       // [E]
-  auto* chosen = reinterpret_cast<int32_t*>(biased + e);                           // [k]
-  allow_next_kernel();
+// Lane l of a token's warp has experts l, l + 32, ..
+template <int kPerLane>
+__global__ void __launch_bounds__(kWarps* kWarp) select_kernel(const float* logits,
+                                                               const float* bias,
+                                                               const float* bias_vl,
+                                                               const uint8_t* is_image,
+                                                               const int32_t* forced,
+                                                               int64_t tokens,
+                                                               int e,
+                                                               int k,
+                                                               float temperature,
+                                                               float scale,
+                                                               int32_t* experts,
+                                                               float* weights) {
   wait_for_previous_kernels();
+  allow_next_kernel();
+  const int lane = static_cast<int>(threadIdx.x) % kWarp;
+  const int warp = static_cast<int>(threadIdx.x) / kWarp;
   const int64_t token = static_cast<int64_t>(blockIdx.x) * kWarps + warp;
   if (token >= tokens) {
     return;
   }
+  // Chosen ids, ascending, and their scores.
+  auto* ids = reinterpret_cast<int32_t*>(dynamic_shared()) + warp * 2 * k;
+  auto* chosen = reinterpret_cast<float*>(ids + k);
+  float score[kPerLane];
+  uint32_t order[kPerLane];  // of the biased scores (ordered_bits()); 0: taken, or no expert
   const float* offset = is_image[token] != 0 ? bias_vl : bias;
-  for (int i = lane; i < e; i += kWarp) {
-    const float s = router_score(logits[token * e + i] / temperature);
-    score[i] = s;
-    // A NaN would win or lose every comparison; it must still leave k distinct ids.
-    const float b = s + offset[i];
-    biased[i] = b == b ? b : -FLT_MAX;
-  }
-  __syncwarp();
-  if (forced != nullptr) {
-    for (int i = lane; i < k; i += kWarp) {
-      chosen[i] = forced[token * k + i];
-    }
-  } else {
-    for (int round = 0; round < k; ++round) {
-      Choice best{0.0f, -1};
-      for (int i = lane; i < e; i += kWarp) {
-        if (biased[i] == biased[i]) {  // NaN marks the chosen
-          best = better(best, {biased[i], i});
-        }
-      }
 #pragma unroll
-      for (int step = 16; step > 0; step /= 2) {
-        const Choice other{__shfl_xor_sync(kAllLanes, best.score, step),
-                           __shfl_xor_sync(kAllLanes, best.id, step)};
-        best = better(best, other);
+  for (int i = 0; i < kPerLane; ++i) {
+    const int id = lane + i * kWarp;
+    order[i] = 0;
+    score[i] = 0;
+    if (id < e) {
+      score[i] = router_score(logits[token * e + id] / temperature);
+      const float b = score[i] + offset[id];
+      // A NaN must neither win nor vanish: k distinct ids are needed in any case.
+      order[i] = b == b ? ordered_bits(b) : 1u;
+    }
+  }
+  for (int round = 0; round < k; ++round) {
+    int32_t id;
+    if (forced != nullptr) {
+      id = forced[token * k + round];
+    } else {
+      uint32_t best = 0;
+#pragma unroll
+      for (int i = 0; i < kPerLane; ++i) {
+        best = max(best, order[i]);
       }
-      if (lane == 0) {
-        biased[best.id] = NAN;
-        // Insertion keeps the list ascending.
-        int place = round;
-        while (place > 0 && chosen[place - 1] > best.id) {
-          chosen[place] = chosen[place - 1];
-          --place;
-        }
-        chosen[place] = best.id;
+      best = __reduce_max_sync(kAllLanes, best);
+      auto lowest = static_cast<uint32_t>(kMostExperts);
+#pragma unroll
+      for (int i = kPerLane - 1; i >= 0; --i) {
+        lowest = order[i] == best ? static_cast<uint32_t>(lane + i * kWarp) : lowest;
       }
-      __syncwarp();
+      id = static_cast<int32_t>(__reduce_min_sync(kAllLanes, lowest));
+    }
+    // Ids outside the table occur in padding rows only; they get no weight.
+    float own_score = 0;
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i) {
+      own_score = lane + i * kWarp == id ? score[i] : own_score;
+      order[i] = lane + i * kWarp == id ? 0u : order[i];
+    }
+    own_score = __shfl_sync(kAllLanes, own_score, id % kWarp);
+    if (id < 0 || id >= e) {
+      own_score = 0;
+    }
+    if (lane == 0) {
+      // Insertion keeps the list ascending.
+      int place = round;
+      while (forced == nullptr && place > 0 && ids[place - 1] > id) {
+        ids[place] = ids[place - 1];
+        chosen[place] = chosen[place - 1];
+        --place;
+      }
+      ids[place] = id;
+      chosen[place] = own_score;
     }
   }
   __syncwarp();
-  // Ids outside the table occur in padding rows only; they get no weight.
-  const auto chosen_score = [&](int i) {
-    return chosen[i] >= 0 && chosen[i] < e ? score[chosen[i]] : 0.0f;
-  };
   float sum = 0;
   for (int i = 0; i < k; ++i) {
-    sum += chosen_score(i);
+    sum += chosen[i];
   }
   for (int i = lane; i < k; i += kWarp) {
-    experts[token * k + i] = chosen[i];
-    weights[token * k + i] = chosen_score(i) / (sum + 1e-20f) * scale;
+    experts[token * k + i] = ids[i];
+    weights[token * k + i] = chosen[i] / (sum + 1e-20f) * scale;
   }
+}
+
+auto select_kernel_for(int64_t experts) {
+  return experts <= 4 * kWarp    ? select_kernel<4>
+         : experts <= 12 * kWarp ? select_kernel<12>
+                                 : select_kernel<32>;
 }
 
 }  // namespace
 
 Status gate(OpContext& ctx, const GateArgs& args) {
   const int64_t t = args.x.dim(0), e = args.weight.out, k = args.experts.dim(1);
+  if (e > kMostExperts) {
+    return {Code::kUnimplemented, "op gate: more than 1024 experts"};
+  }
   Scratch scratch(ctx);
   auto* logits = scratch.array<float>(t * e);
   CACHALOT_RETURN_IF_ERROR(scratch.status("gate"));
@@ -125,10 +138,10 @@ Status gate(OpContext& ctx, const GateArgs& args) {
       linear_any(ctx, {.x = args.x, .targets = {&target, 1}, .quantize_input = false}));
   return launch(ctx,
                 "gate_select",
-                select_kernel,
-                extent(ceil_div(t, kWarps)),
-                kThreads,
-                kWarps * (2 * e + k) * static_cast<int64_t>(sizeof(float)),
+                select_kernel_for(e),
+                extent(ceil_div(t, int64_t{kWarps})),
+                kWarps * kWarp,
+                kWarps * 2 * k * static_cast<int64_t>(sizeof(float)),
                 logits,
                 args.bias.as<float>(),
                 args.bias_vl.as<float>(),

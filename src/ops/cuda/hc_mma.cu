@@ -61,7 +61,7 @@ struct Site {
 template <int kTiles>
 struct StreamShared {
   static constexpr int kStages = kTiles == 1 ? 8 : 3;
-  using Ring = WeightRing<F32Weights, 1, kStages>;
+  using Ring = WeightRing<F32Weights, kStages>;
   static constexpr int kColumnBytes = kStreams * kTiles * kTokenTile * kRowElements * 2;
   static constexpr int kBytes = kColumnBytes + kWarps * Ring::kBytes;
 };
@@ -79,13 +79,13 @@ __global__ void __launch_bounds__(kThreads) stream_kernel(const __grid_constant_
   const int64_t token0 = static_cast<int64_t>(blockIdx.y) * kTokens;
 
   // The warp's columns of fn, addressed from its own first one.
-  const TileRows rows[1] = {
+  const TileRows rows =
       tile_rows<F32Weights>(reinterpret_cast<const uint8_t*>(s.fn + stream * s.d + i0),
                             nullptr,
                             row_tile * kTileRows,
                             kCoefficients,
                             kStreams * s.d,
-                            lane)};
+                            lane);
   typename Shared::Ring ring(dynamic_shared() + Shared::kColumnBytes + warp * Shared::Ring::kBytes,
                              rows,
                              kChunk / F32Weights::kStep);
@@ -124,13 +124,14 @@ __global__ void __launch_bounds__(kThreads) stream_kernel(const __grid_constant_
   __syncthreads();
 
   const uint16_t* own = columns + stream * kTokens * kRowElements + 8 * lane.t;
-  float sum[1][kTiles][4] = {};
+  float sum[kTiles][4] = {};
 #pragma unroll 1
   for (int k = 0; k < kChunk; k += F32Weights::kStep) {
-    F32Weights::Raw raw[1];
+    F32Weights::Raw raw;
     ring.wait();
-    ring.read(raw);
-    multiply_step<F32Weights, 1, kTiles>(
+    ring.advance();
+    ring.template read<0>(raw);
+    multiply_group<F32Weights, kTiles>(
         raw,
         [&](int n, int p) {
           return *reinterpret_cast<const uint4*>(own + (n * kTokenTile + lane.g) * kRowElements +
@@ -143,7 +144,7 @@ __global__ void __launch_bounds__(kThreads) stream_kernel(const __grid_constant_
   for (int n = 0; n < kTiles; ++n) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      part[stream][row_tile][n][2 * lane.t + i % 2][lane.g + 8 * (i / 2)] = sum[0][n][i];
+      part[stream][row_tile][n][2 * lane.t + i % 2][lane.g + 8 * (i / 2)] = sum[n][i];
     }
   }
   __syncthreads();

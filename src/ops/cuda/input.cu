@@ -6,43 +6,14 @@
 // shuffles. No shared memory. Bytes: 4 K per row; at decode the launch dominates.
 #include "ops/cuda/input.cuh"
 
-#include "ops/cuda/device/quantize.cuh"
-#include "ops/cuda/device/reduce.cuh"
+#include "ops/cuda/device/pieces.cuh"
 
 namespace cachalot::ops::cuda {
 namespace {
 
 constexpr int kThreads = 128;
 
-// Eight columns of a row; the four threads of a block of 32 agree on its scale.
-__device__ __forceinline__ void quantize_piece(float (&v)[8]) {
-  uint32_t amax = 0;
-#pragma unroll
-  for (int e = 0; e < 8; ++e) {
-    amax = max(amax, magnitude_bits(v[e]));
-  }
-  amax = max(amax, __shfl_xor_sync(kAllLanes, amax, 1));
-  amax = max(amax, __shfl_xor_sync(kAllLanes, amax, 2));
-  const uint32_t scale = fp8_scale(amax);
-#pragma unroll
-  for (int e = 0; e < 8; e += 2) {
-    fp8_round_pair(v[e], v[e + 1], scale);
-  }
-}
-
-// Stores piece i (of the whole matrix) in a layout.
-template <InputLayout kLayout>
-__device__ __forceinline__ void store_piece(Bf16* out, int64_t i, const float (&v)[8]) {
-  float ordered[8];
-#pragma unroll
-  for (int e = 0; e < 8; ++e) {
-    ordered[layout_slot(kLayout, e)] = v[e];
-  }
-  const int64_t piece = i / 32 * 32 + layout_piece(kLayout, static_cast<int>(i % 32));
-  store_elements<8>(out + piece * 8, ordered);
-}
-
-template <InputLayout kLayout, bool kQuantize>
+template <InputLayout kLayout, bool kWide, bool kQuantize>
 __global__ void __launch_bounds__(kThreads)
     prepare_kernel(const Bf16* x, int64_t pieces, Bf16* out) {
   wait_for_previous_kernels();
@@ -57,9 +28,10 @@ __global__ void __launch_bounds__(kThreads)
   if constexpr (kQuantize) {
     quantize_piece(v);
   }
-  store_piece<kLayout>(out, i, v);
+  store_piece<kLayout, kWide>(out, i, v);
 }
 
+template <bool kWide>
 __global__ void __launch_bounds__(kThreads)
     prepare_experts_kernel(const Bf16* x, int64_t pieces, Bf16* fp4, Bf16* fp8) {
   wait_for_previous_kernels();
@@ -71,9 +43,9 @@ __global__ void __launch_bounds__(kThreads)
   float v[8];
   load_elements<8>(x + i * 8, v);
   quantize_piece(v);
-  store_piece<InputLayout::kFp4>(fp4, i, v);
+  store_piece<InputLayout::kFp4, kWide>(fp4, i, v);
   if (fp8 != nullptr) {
-    store_piece<InputLayout::kFp8>(fp8, i, v);
+    store_piece<InputLayout::kFp8, kWide>(fp8, i, v);
   }
 }
 
@@ -96,8 +68,11 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 template <InputLayout kLayout>
-auto pick(bool quantize) {
-  return quantize ? prepare_kernel<kLayout, true> : prepare_kernel<kLayout, false>;
+auto pick(bool wide, bool quantize) {
+  return wide       ? (quantize ? prepare_kernel<kLayout, true, true>
+                                : prepare_kernel<kLayout, true, false>)
+         : quantize ? prepare_kernel<kLayout, false, true>
+                    : prepare_kernel<kLayout, false, false>;
 }
 
 }  // namespace
@@ -107,11 +82,12 @@ Status prepare_input(const OpContext& ctx,
                      int64_t rows,
                      int64_t width,
                      InputLayout layout,
+                     bool wide,
                      bool quantize,
                      Bf16* out) {
-  const auto kernel = layout == InputLayout::kFp8   ? pick<InputLayout::kFp8>(quantize)
-                      : layout == InputLayout::kFp4 ? pick<InputLayout::kFp4>(quantize)
-                                                    : pick<InputLayout::kNatural>(quantize);
+  const auto kernel = layout == InputLayout::kFp8   ? pick<InputLayout::kFp8>(wide, quantize)
+                      : layout == InputLayout::kFp4 ? pick<InputLayout::kFp4>(wide, quantize)
+                                                    : pick<InputLayout::kNatural>(wide, quantize);
   const int64_t pieces = rows * width / 8;
   return launch(ctx,
                 "prepare_input",
@@ -124,12 +100,17 @@ Status prepare_input(const OpContext& ctx,
                 out);
 }
 
-Status prepare_experts_input(
-    const OpContext& ctx, const Bf16* x, int64_t rows, int64_t width, Bf16* fp4, Bf16* fp8) {
+Status prepare_experts_input(const OpContext& ctx,
+                             const Bf16* x,
+                             int64_t rows,
+                             int64_t width,
+                             bool wide,
+                             Bf16* fp4,
+                             Bf16* fp8) {
   const int64_t pieces = rows * width / 8;
   return launch(ctx,
                 "prepare_input",
-                prepare_experts_kernel,
+                wide ? prepare_experts_kernel<true> : prepare_experts_kernel<false>,
                 extent(ceil_div(pieces, kThreads)),
                 kThreads,
                 0,

@@ -7,19 +7,25 @@
 
 namespace cachalot::ops::cuda {
 
-// out = x [rows, width] (act BF16, width a multiple of 256) in `layout`; with `quantize`, each
-// block of 32 columns as it reads back from FP8.
+// out = x [rows, width] (act BF16, width a multiple of 256) in `layout`, in wide order if `wide`;
+// with `quantize`, each block of 32 columns as it reads back from FP8.
 Status prepare_input(const OpContext& ctx,
                      const Bf16* x,
                      int64_t rows,
                      int64_t width,
                      InputLayout layout,
+                     bool wide,
                      bool quantize,
                      Bf16* out);
 
-// x quantized in both orders: fp4 for FP4 weights and, unless it is null, fp8 for FP8 weights.
-Status prepare_experts_input(
-    const OpContext& ctx, const Bf16* x, int64_t rows, int64_t width, Bf16* fp4, Bf16* fp8);
+// x quantized in both layouts: fp4 for FP4 weights and, unless it is null, fp8 for FP8 weights.
+Status prepare_experts_input(const OpContext& ctx,
+                             const Bf16* x,
+                             int64_t rows,
+                             int64_t width,
+                             bool wide,
+                             Bf16* fp4,
+                             Bf16* fp8);
 
 // Element-wise forms for the kernels without tensor cores: out [rows, width] in natural order,
 // quantized to FP8 blocks and back (the last block may be short).

@@ -10,16 +10,17 @@
 // chunks of 256 columns so that some 1000 to 2000 warps have loads under way. Weights go through a
 // ring in shared memory, inputs come from L1/L2.
 //
-//   warp   fill stages 0, 1 | wait for x | fill 2 . mma 0 | fill 0 . mma 1 | ...
+//   warp   fill stages 0 .. 2 | wait for x | fill 3 . mma 0 | fill 0 . mma 1 | ...
 //   block  chunk sums -> shared, added in order -> y     (shared tiles only)
 //
-// More tokens (many_kernel): a block of 8 warps has 128 rows and 32 or 64 tokens, whose inputs it
-// copies to shared memory chunk by chunk (device/gemm.cuh).
+// More tokens (many_kernel): a block of 8 warps has 128 rows and 32, 64 or 128 tokens, whose inputs
+// it copies to shared memory chunk by chunk and multiplies with wgmma (device/gemm.cuh).
 //
 // Shared: few_kernel at most 13 KiB per warp (3 stages) and 640 B per chunk; many_kernel 214 KiB.
-// Bound by weight bytes at few tokens, by mma and shared-memory reads at many. The order of every
+// Bound by weight bytes at few tokens, by L2 reads and mma at many. The order of every
 // sum is that of device/weights.cuh and depends on K alone.
 #include "ops/cuda/device/gemm.cuh"
+#include "ops/cuda/device/pieces.cuh"
 #include "ops/cuda/device/weights.cuh"
 #include "ops/cuda/input.cuh"
 #include "ops/cuda/launch.cuh"
@@ -28,11 +29,16 @@
 namespace cachalot::ops::cuda {
 namespace {
 
-constexpr int kFewWarps = 4;      // of a block whose warps have a tile each
-constexpr int kMaxSharing = 10;   // warps that share a tile
-constexpr int kMostWarps = 2112;  // 16 on each of 132 multiprocessors
+constexpr int kFewWarps = 4;     // of a block whose warps have a tile each
+constexpr int kMaxSharing = 10;  // warps that share a tile
+constexpr int kMultiprocessors = 132;
+constexpr int kMostWarps = 16 * kMultiprocessors;
+// many_kernel reads weights once for all tokens, few_kernel once for 8, but from many more warps:
+// up to this many tokens, few blocks of many_kernel are too few.
+constexpr int64_t kFewBlocks = 20;
+constexpr int64_t kFewBlocksTokens = 256;
 constexpr int kMaxTargets = 4;
-constexpr int kStages = 3;
+constexpr int kStages = 4;
 constexpr int kTokenPad = 20;  // floats per token in shared memory: 16 rows without bank conflicts
 
 struct Target {
@@ -46,7 +52,8 @@ struct Target {
 };
 
 struct Problem {
-  const Bf16* x;  // [T, groups * K] in the format's layout
+  const Bf16* x;  // [T, groups * K] in the format's layout, or as it came (few_kernel, kRaw)
+  bool quantize;  // kRaw: to FP8 blocks and back
   int64_t tokens;
   int64_t width;  // groups * K
   int64_t in;     // K
@@ -78,21 +85,36 @@ __device__ __forceinline__ void store_y(const Target& to, int64_t token, int64_t
   }
 }
 
-// Sums of one tile in shared memory: [token][row].
-using TileSums = float[kTokenTile][kTokenPad];
-
-__device__ __forceinline__ void store_sums(TileSums& to, const float (&sum)[4], const Lane& lane) {
+// A tile's sums go to shared memory as [token][kTokenPad], so that a token's 16 rows are written
+// together.
+__device__ __forceinline__ void store_sums(float* to,
+                                           int tokens,
+                                           const float (&sum)[4],
+                                           const Lane& lane) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    to[2 * lane.t + i % 2][lane.g + 8 * (i / 2)] = sum[i];
+    const int n = 2 * lane.t + i % 2;
+    if (n < tokens) {
+      to[n * kTokenPad + lane.g + 8 * (i / 2)] = sum[i];
+    }
   }
 }
 
+// Floats of few_kernel's sums, and columns of one token that a warp of it needs.
+__host__ __device__ constexpr int64_t sums_floats(int sharing, int chunks, int tokens) {
+  const int n = tokens < kTokenTile ? tokens : kTokenTile;
+  return int64_t{kTokenPad} * (sharing == 1 ? kFewWarps * kTokenTile : chunks * n);
+}
+__host__ __device__ constexpr int raw_columns(int sharing, int chunks) {
+  return (chunks + sharing - 1) / sharing * kChunk;
+}
+
 // `sharing` warps per tile: 1, and a block has kFewWarps tiles, or more, and a block has one tile.
-template <class W>
-__global__ void __launch_bounds__(kMaxSharing * 32, 1)
+// kRaw: p.x is in natural order; every warp quantizes its columns of it, or only reorders them.
+template <class W, bool kRaw>
+__global__ void __launch_bounds__(kMaxSharing * 32, 2)
     few_kernel(const __grid_constant__ Problem p, int sharing) {
-  using Ring = WeightRing<W, 1, kStages>;
+  using Ring = WeightRing<W, kStages>;
   const Lane lane;
   const int warp = static_cast<int>(threadIdx.x) / 32, warps = static_cast<int>(blockDim.x) / 32;
   const int tile =
@@ -100,40 +122,64 @@ __global__ void __launch_bounds__(kMaxSharing * 32, 1)
   const int chunks = static_cast<int>(p.in / kChunk);
   const int first = sharing == 1 ? 0 : warp * chunks / sharing;
   const int last = sharing == 1 ? chunks : (warp + 1) * chunks / sharing;
-  auto* sums = reinterpret_cast<TileSums*>(dynamic_shared() + warps * Ring::kBytes);
+  auto* sums = reinterpret_cast<float*>(dynamic_shared() + warps * Ring::kBytes);
   if (tile >= p.tiles) {
-    return;  // whole blocks, or warps that no barrier waits for
+    return;  // warps that no barrier waits for
   }
   const TilePlace place(p, tile);
   const Target& target = p.target[place.target];
-  TileRows rows[1] = {
-      tile_rows<W>(target.values, target.scales, place.row, target.out, p.in, lane)};
-  seek<W>(rows[0], first * kChunk);
+  TileRows rows = tile_rows<W>(target.values, target.scales, place.row, target.out, p.in, lane);
+  seek<W>(rows, first * kChunk);
   Ring ring(dynamic_shared() + warp * Ring::kBytes, rows, (last - first) * (kChunk / W::kStep));
   wait_for_previous_kernels();
   allow_next_kernel();
-  const int64_t token = lane.g;
-  const InputRows<1> inputs = {
-      {token < p.tokens ? reinterpret_cast<const uint16_t*>(p.x + token * p.width +
-                                                            place.row / target.group_rows * p.in +
-                                                            first * kChunk + 8 * lane.t)
-                        : nullptr}};
-  const int tokens = static_cast<int>(p.tokens);
+  const int64_t token0 = static_cast<int64_t>(blockIdx.y) * kTokenTile, token = token0 + lane.g;
+  const int tokens = static_cast<int>(min(p.tokens - token0, int64_t{kTokenTile}));
+  const int64_t column = place.row / target.group_rows * p.in + first * kChunk;
+  const auto* input =
+      token < p.tokens
+          ? reinterpret_cast<const uint16_t*>(p.x + token * p.width + column + 8 * lane.t)
+          : nullptr;
+  if constexpr (kRaw) {
+    auto* own = reinterpret_cast<Bf16*>(dynamic_shared() + warps * Ring::kBytes +
+                                        sums_floats(sharing, chunks, static_cast<int>(p.tokens)) *
+                                            sizeof(float)) +
+                warp * raw_columns(sharing, chunks) * tokens;
+    const int64_t width = raw_columns(sharing, chunks);
+    const int piece = static_cast<int>(threadIdx.x) % 32;
+    for (int n = 0; n < tokens; ++n) {
+      for (int c = 0; c < last - first; ++c) {
+        float v[8];
+        load_elements<8>(p.x + (token0 + n) * p.width + column + c * kChunk + piece * 8, v);
+        if (p.quantize) {
+          quantize_piece(v);
+        }
+        store_piece<W::kLayout, false>(own + n * width + c * kChunk, piece, v);
+      }
+    }
+    __syncwarp();
+    input = token < p.tokens ? reinterpret_cast<const uint16_t*>(own + lane.g * width) + 8 * lane.t
+                             : nullptr;
+  }
   if (sharing == 1) {
-    float total[1][1][4] = {};
-    run_chunks<W, 1, 1>(ring, inputs, chunks, lane, [&](int, const float (&part)[1][1][4]) {
-      add_part(total, part);
+    float total[4] = {};
+    run_chunks(ring, input, chunks, lane, [&](int, const float (&part)[4]) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        total[i] += part[i];
+      }
     });
-    store_sums(sums[warp], total[0][0], lane);
+    sums += warp * (kTokenTile * kTokenPad);
+    store_sums(sums, tokens, total, lane);
     __syncwarp();
     for (int i = static_cast<int>(threadIdx.x) % 32; i < tokens * kTileRows; i += 32) {
       const int n = i / kTileRows, r = i % kTileRows;
-      store_y(target, n, place.row + r, sums[warp][n][r] * W::kLate);
+      store_y(target, token0 + n, place.row + r, sums[n * kTokenPad + r] * W::kLate);
     }
     return;
   }
-  run_chunks<W, 1, 1>(ring, inputs, last - first, lane, [&](int c, const float (&part)[1][1][4]) {
-    store_sums(sums[first + c], part[0][0], lane);
+  run_chunks(ring, input, last - first, lane, [&](int c, const float (&part)[4]) {
+    store_sums(sums + (first + c) * (tokens * kTokenPad), tokens, part, lane);
   });
   __syncthreads();
   for (int i = static_cast<int>(threadIdx.x); i < tokens * kTileRows;
@@ -141,32 +187,32 @@ __global__ void __launch_bounds__(kMaxSharing * 32, 1)
     const int n = i / kTileRows, r = i % kTileRows;
     float sum = 0;
     for (int c = 0; c < chunks; ++c) {
-      sum += sums[c][n][r];
+      sum += sums[(c * tokens + n) * kTokenPad + r];
     }
-    store_y(target, n, place.row + r, sum * W::kLate);
+    store_y(target, token0 + n, place.row + r, sum * W::kLate);
   }
 }
 
-template <class W, int kTiles>
-__global__ void __launch_bounds__(kGemmThreads, 1) many_kernel(const __grid_constant__ Problem p) {
-  using Block = Gemm<W, kTiles>;
+template <class W, int kTiles, int kWarps>
+__global__ void __launch_bounds__(kWarps * 32, 1) many_kernel(const __grid_constant__ Problem p) {
+  using Block = Gemm<W, kTiles, kWarps>;
   __shared__ const uint16_t* token_row[Block::kTokens];
   const Lane lane;
   const int warp = static_cast<int>(threadIdx.x) / 32;
-  const int tile = static_cast<int>(blockIdx.x) * kGemmWarps + warp;
+  const int tile = static_cast<int>(blockIdx.x) * kWarps + warp;
   const int chunks = static_cast<int>(p.in / kChunk);
   const bool active = tile < p.tiles;
   const TilePlace place(p, min(tile, p.tiles - 1));
   const Target& target = p.target[place.target];
   const Block block{dynamic_shared(), token_row};
-  const TileRows rows[1] = {
-      tile_rows<W>(target.values, target.scales, place.row, target.out, p.in, lane)};
+  const TileRows rows =
+      tile_rows<W>(target.values, target.scales, place.row, target.out, p.in, lane);
   typename Block::Ring ring(block.ring_memory(), rows, active ? chunks * (kChunk / W::kStep) : 0);
   wait_for_previous_kernels();
   allow_next_kernel();
   const int64_t token0 = static_cast<int64_t>(blockIdx.y) * Block::kTokens;
   // Tiles of a block lie in one group: the host gives blocks of whole groups only.
-  const TilePlace first(p, static_cast<int>(blockIdx.x) * kGemmWarps);
+  const TilePlace first(p, static_cast<int>(blockIdx.x) * kWarps);
   const int64_t column = first.row / p.target[first.target].group_rows * p.in;
   if (threadIdx.x < Block::kTokens) {
     const int64_t token = token0 + threadIdx.x;
@@ -175,22 +221,20 @@ __global__ void __launch_bounds__(kGemmThreads, 1) many_kernel(const __grid_cons
                                  : nullptr;
   }
   __syncthreads();
-  float total[1][kTiles][4] = {};
-  block.run(ring, chunks, active, lane, total);
+  float total[kTiles][4] = {};
+  block.run(ring, chunks, lane, total);
   __syncthreads();
-  // The warp's sums go through shared memory, so that a token's 16 rows are written together.
   if (active) {
-    auto* sums = reinterpret_cast<TileSums*>(block.memory) + warp * kTiles;
+    auto* sums = reinterpret_cast<float*>(block.memory) + warp * (Block::kTokens * kTokenPad);
 #pragma unroll
     for (int n = 0; n < kTiles; ++n) {
-      store_sums(sums[n], total[0][n], lane);
+      store_sums(sums + n * (kTokenTile * kTokenPad), kTokenTile, total[n], lane);
     }
     __syncwarp();
     for (int i = static_cast<int>(threadIdx.x) % 32; i < Block::kTokens * kTileRows; i += 32) {
       const int n = i / kTileRows, r = i % kTileRows;
       if (token0 + n < p.tokens) {
-        store_y(
-            target, token0 + n, place.row + r, sums[n / kTokenTile][n % kTokenTile][r] * W::kLate);
+        store_y(target, token0 + n, place.row + r, sums[n * kTokenPad + r] * W::kLate);
       }
     }
   }
@@ -207,55 +251,93 @@ int tile_sharing(int tiles, int chunks) {
   return sharing;
 }
 
-template <class W>
-Status launch_few(const OpContext& ctx, const Problem& p) {
+// Warps per tile of a problem. Chunk sums of a shared tile must fit into shared memory.
+int sharing_of(const Problem& p) {
   const int chunks = static_cast<int>(p.in / kChunk);
-  // Chunk sums of a shared tile must fit into shared memory.
-  const int sharing = chunks <= 128 ? tile_sharing(p.tiles, chunks) : 1;
-  const int warps = sharing == 1 ? kFewWarps : sharing;
-  const int sums = sharing == 1 ? kFewWarps : chunks;
-  return launch(
-      ctx,
-      "linear",
-      few_kernel<W>,
-      extent(sharing == 1 ? ceil_div(p.tiles, kFewWarps) : p.tiles),
-      warps * 32,
-      warps * WeightRing<W, 1, kStages>::kBytes + sums * static_cast<int64_t>(sizeof(TileSums)),
-      p,
-      sharing);
+  return chunks <= 64 ? tile_sharing(p.tiles, chunks) : 1;
 }
 
+template <class W, bool kRaw>
+Status launch_few(const OpContext& ctx, const Problem& p) {
+  const int chunks = static_cast<int>(p.in / kChunk), sharing = sharing_of(p);
+  const int warps = sharing == 1 ? kFewWarps : sharing;
+  int64_t bytes = warps * WeightRing<W, kStages>::kBytes +
+                  4 * sums_floats(sharing, chunks, static_cast<int>(p.tokens));
+  if (kRaw) {
+    bytes += 2 * warps * p.tokens * raw_columns(sharing, chunks);
+  }
+  return launch(ctx,
+                "linear",
+                few_kernel<W, kRaw>,
+                dim3(extent(sharing == 1 ? ceil_div(p.tiles, kFewWarps) : p.tiles),
+                     extent(ceil_div(p.tokens, kTokenTile))),
+                warps * 32,
+                bytes,
+                p,
+                sharing);
+}
+
+template <class W, int kTiles, int kWarps>
+Status launch_many(const OpContext& ctx, const Problem& p) {
+  using Block = Gemm<W, kTiles, kWarps>;
+  static_assert(Block::kShared <= kSharedCapacity - 1024);
+  static_assert(kWarps * Block::kTokens * kTokenPad * 4 <= Block::kShared);
+  return launch(ctx,
+                "linear",
+                many_kernel<W, kTiles, kWarps>,
+                dim3(extent(ceil_div(p.tiles, kWarps)), extent(ceil_div(p.tokens, Block::kTokens))),
+                Block::kThreads,
+                Block::kShared,
+                p);
+}
+
+// Half blocks where whole ones leave multiprocessors idle.
 template <class W, int kTiles>
 Status launch_many(const OpContext& ctx, const Problem& p) {
-  using Block = Gemm<W, kTiles>;
-  static_assert(Block::kShared <= kSharedCapacity - 1024);
-  static_assert(kGemmWarps * kTiles * sizeof(TileSums) <= Block::kShared);
-  return launch(
-      ctx,
-      "linear",
-      many_kernel<W, kTiles>,
-      dim3(extent(ceil_div(p.tiles, kGemmWarps)), extent(ceil_div(p.tokens, Block::kTokens))),
-      kGemmThreads,
-      Block::kShared,
-      p);
+  const int64_t blocks =
+      ceil_div(p.tiles, kGemmWarps) * ceil_div(p.tokens, int64_t{kTiles * kTokenTile});
+  return blocks < kMultiprocessors ? launch_many<W, kTiles, kGemmWarps / 2>(ctx, p)
+                                   : launch_many<W, kTiles, kGemmWarps>(ctx, p);
 }
 
 template <class W>
 Status launch_many(const OpContext& ctx, const Problem& p) {
-  return p.tokens <= 32 ? launch_many<W, 4>(ctx, p) : launch_many<W, 8>(ctx, p);
+  if (p.tokens <= 32) {
+    return launch_many<W, 4>(ctx, p);
+  }
+  // The three parts of F32 weights leave no room for more.
+  if constexpr (W::kParts == 1) {
+    if (p.tokens > 64) {
+      return launch_many<W, 16>(ctx, p);
+    }
+  }
+  return launch_many<W, 8>(ctx, p);
 }
 
-Status launch_format(const OpContext& ctx, WeightFormat format, const Problem& p, bool few) {
+enum class Path : uint8_t { kRaw, kFew, kMany };
+
+Status launch_format(const OpContext& ctx, WeightFormat format, const Problem& p, Path path) {
+  const bool few = path != Path::kMany;
   switch (format) {
     case WeightFormat::kFp8Block:
-      return few ? launch_few<Fp8Weights<true>>(ctx, p) : launch_many<Fp8Weights<false>>(ctx, p);
+      return path == Path::kRaw ? launch_few<Fp8Weights<true>, true>(ctx, p)
+             : few              ? launch_few<Fp8Weights<true>, false>(ctx, p)
+                                : launch_many<Fp8Weights<false>>(ctx, p);
     case WeightFormat::kFp4Row:
-      return few ? launch_few<Fp4Weights>(ctx, p) : launch_many<Fp4Weights>(ctx, p);
+      return few ? launch_few<Fp4Weights, false>(ctx, p) : launch_many<Fp4Weights>(ctx, p);
     case WeightFormat::kBF16:
-      return few ? launch_few<Bf16Weights>(ctx, p) : launch_many<Bf16Weights>(ctx, p);
+      return few ? launch_few<Bf16Weights, false>(ctx, p) : launch_many<Bf16Weights>(ctx, p);
     default:
-      return few ? launch_few<F32Weights>(ctx, p) : launch_many<F32Weights>(ctx, p);
+      return few ? launch_few<F32Weights, false>(ctx, p) : launch_many<F32Weights>(ctx, p);
   }
+}
+
+// Whether few_kernel takes the input as it is: FP8 weights, and little of it per warp.
+bool takes_raw(WeightFormat format, const Problem& p) {
+  constexpr int64_t kMostBytes = 5 << 10;  // of a warp's input
+  const int chunks = static_cast<int>(p.in / kChunk);
+  return format == WeightFormat::kFp8Block && p.tokens <= 2 &&
+         2 * p.tokens * raw_columns(sharing_of(p), chunks) <= kMostBytes;
 }
 
 // One weight format's targets: prepares their common input and multiplies.
@@ -270,14 +352,9 @@ Status run_format(OpContext& ctx,
   const bool quantize = args.quantize_input && targets[0].weight->quantizes_input();
   Scratch scratch(ctx);
   const auto* x = static_cast<const Bf16*>(args.x.data);
-  if (layout != InputLayout::kNatural || quantize) {
-    auto* prepared = scratch.array<Bf16>(tokens * width);
-    CACHALOT_RETURN_IF_ERROR(scratch.status("linear"));
-    CACHALOT_RETURN_IF_ERROR(prepare_input(ctx, x, tokens, width, layout, quantize, prepared));
-    x = prepared;
-  }
+  Bf16* prepared = nullptr;
   for (size_t begin = 0; begin < targets.size(); begin += kMaxTargets) {
-    Problem p{.x = x, .tokens = tokens, .width = width, .in = in};
+    Problem p{.x = x, .quantize = quantize, .tokens = tokens, .width = width, .in = in};
     bool whole_groups = true;
     for (size_t i = begin; i < targets.size() && p.targets < kMaxTargets; ++i) {
       const Weight& w = *targets[i].weight;
@@ -292,21 +369,22 @@ Status run_format(OpContext& ctx,
       whole_groups =
           whole_groups && (args.groups == 1 || w.out / args.groups % (kGemmWarps * kTileRows) == 0);
     }
-    if (tokens <= kTokenTile || whole_groups) {
-      CACHALOT_RETURN_IF_ERROR(launch_format(ctx, format, p, tokens <= kTokenTile));
-      continue;
-    }
-    // Small groups: eight tokens at a time.
-    for (int64_t t = 0; t < tokens; t += kTokenTile) {
-      Problem few = p;
-      few.x = x + t * width;
-      few.tokens = std::min<int64_t>(kTokenTile, tokens - t);
-      for (int i = 0; i < p.targets; ++i) {
-        few.target[i].y = static_cast<uint8_t*>(p.target[i].y) +
-                          t * p.target[i].out * (p.target[i].y_is_bf16 ? 2 : 4);
+    // A block of many_kernel lies in one group.
+    const int64_t blocks = ceil_div(p.tiles, kGemmWarps) * ceil_div(tokens, int64_t{64});
+    const bool few = tokens <= kTokenTile || !whole_groups ||
+                     (blocks < kFewBlocks && tokens <= kFewBlocksTokens);
+    const Path path = takes_raw(format, p) ? Path::kRaw : few ? Path::kFew : Path::kMany;
+    if (path == Path::kMany ||
+        (path == Path::kFew && (layout != InputLayout::kNatural || quantize))) {
+      if (prepared == nullptr) {
+        prepared = scratch.array<Bf16>(tokens * width);
+        CACHALOT_RETURN_IF_ERROR(scratch.status("linear"));
       }
-      CACHALOT_RETURN_IF_ERROR(launch_format(ctx, format, few, true));
+      CACHALOT_RETURN_IF_ERROR(
+          prepare_input(ctx, x, tokens, width, layout, path == Path::kMany, quantize, prepared));
+      p.x = prepared;
     }
+    CACHALOT_RETURN_IF_ERROR(launch_format(ctx, format, p, path));
   }
   return {};
 }

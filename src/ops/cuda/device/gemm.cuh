@@ -1,6 +1,10 @@
-// Blocks that multiply many tokens: eight warps with a tile of 16 weight rows each, and the input
-// rows of one chunk of K for all of them in shared memory. Same fragments and order of sums as
-// device/weights.cuh.
+// Blocks that multiply many tokens: one or two warpgroups with a tile of 16 weight rows per warp,
+// unpacked in registers, and the input rows of one chunk of K in shared memory for all, as the B
+// operand of wgmma. Same order of sums as device/weights.cuh, so the same bits as with few tokens.
+//
+//   copies    inputs of chunk c + kAhead, weights kStages - 1 steps ahead (cp.async)
+//   warp      unpack 64 columns | wgmma ... | unpack the next 64 | ...
+//   tensor    wgmma of one warpgroup while the other unpacks
 #pragma once
 
 #include <cuda_runtime.h>
@@ -12,22 +16,24 @@
 namespace cachalot::ops::cuda {
 
 constexpr int kGemmWarps = 8;
-constexpr int kGemmThreads = kGemmWarps * 32;
 
-template <class W, int kTiles>
+// Input rows are in wide order (wide_place()).
+template <class W, int kTiles, int kWarps = kGemmWarps>
 struct Gemm {
-  static constexpr int kStages = 3;
+  static_assert(kWarps % 4 == 0);
+  static constexpr int kThreads = kWarps * 32;
   static constexpr int kTokens = kTiles * kTokenTile;
   static constexpr int kSteps = kChunk / W::kStep;  // of a chunk
   // Input chunks travel kAhead chunks ahead, in the same copy groups as the weights of their first
-  // step.
-  static constexpr int kAhead = (kStages - 2 + kSteps) / kSteps;
+  // step; the weights' ring is as long as these groups take.
+  static constexpr int kAhead = kTokens > 64 || kSteps > 2 ? 1 : 2;
   static constexpr int kInputStages = kAhead + 1;
-  static constexpr int kRowBytes =
-      kChunk * 2 + 64;  // of a token in shared memory: no bank conflicts
-  static constexpr int kInputBytes = kTokens * kRowBytes;
-  using Ring = WeightRing<W, 1, kStages>;
-  static constexpr int kShared = kInputStages * kInputBytes + kGemmWarps * Ring::kBytes;
+  static constexpr int kStages = kAhead * kSteps + 1;
+  static constexpr int kRowBytes = 128;  // 64 columns of a token
+  static constexpr int kBlockBytes = kTokens * kRowBytes;
+  static constexpr int kInputBytes = kChunk / 64 * kBlockBytes;
+  using Ring = WeightRing<W, kStages>;
+  static constexpr int kShared = kInputStages * kInputBytes + kWarps * Ring::kBytes;
 
   uint8_t* memory;                   // dynamic shared memory, kShared bytes
   const uint16_t* const* token_row;  // shared [kTokens]: input rows; null past the last token
@@ -41,22 +47,24 @@ struct Gemm {
     if (chunk >= chunks) {
       return;
     }
-    uint8_t* to = memory + chunk % kInputStages * kInputBytes;
     const int piece = static_cast<int>(threadIdx.x) % 32;
+    uint8_t* to = memory + chunk % kInputStages * kInputBytes + piece / 8 * kBlockBytes;
 #pragma unroll
-    for (int i = 0; i < kTokens / kGemmWarps; ++i) {
-      const int token = static_cast<int>(threadIdx.x) / 32 + i * kGemmWarps;
+    for (int i = 0; i < kTokens / kWarps; ++i) {
+      const int token = static_cast<int>(threadIdx.x) / 32 + i * kWarps;
       const uint16_t* row = token_row[token];
-      copy_async(to + token * kRowBytes + piece * 16,
+      copy_async(to + token * kRowBytes + (piece % 8 ^ token % 8) * 16,
                  row + static_cast<int64_t>(chunk) * kChunk + piece * 8,
                  row != nullptr);
     }
   }
 
-  // total[n] = this warp's 16 rows times token tile n, over all chunks. `active` false: the warp
-  // only helps to copy. All threads of the block call it; token_row must be visible to them.
-  __device__ __forceinline__ void run(
-      Ring& ring, int chunks, bool active, const Lane& lane, float (&total)[1][kTiles][4]) const {
+  // total[n] = this warp's 16 rows times token tile n, over all chunks. All threads of the block
+  // call it; token_row must be visible to them.
+  __device__ __forceinline__ void run(Ring& ring,
+                                      int chunks,
+                                      const Lane& lane,
+                                      float (&total)[kTiles][4]) const {
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) {
       copy_chunk(i, chunks);
@@ -65,33 +73,55 @@ struct Gemm {
     copy_async_wait<0>();
 #pragma unroll 1
     for (int c = 0; c < chunks; ++c) {
-      float part[1][kTiles][4] = {};
+      float part[kTiles][4] = {};
 #pragma unroll 1
       for (int step = 0; step < kSteps; ++step) {
         ring.wait();
         if (step == 0) {
           // All have their copies of chunk c, and have left the stage that chunk c + kAhead goes
           // to.
+          async_proxy_fence();
           __syncthreads();
           copy_chunk(c + kAhead, chunks);
         }
-        typename W::Raw raw[1];
-        ring.read(raw);
-        const uint8_t* stage = memory + c % kInputStages * kInputBytes + lane.g * kRowBytes +
-                               lane.t * 16 + step * (W::kStep * 2);
-        if (active) {
-          multiply_step<W, 1, kTiles>(
-              raw,
-              [&](int n, int p) {
-                return *reinterpret_cast<const uint4*>(stage + n * (kTokenTile * kRowBytes) +
-                                                       p * 64);
-              },
-              lane,
-              part);
-        }
+        ring.advance();
+        const uint8_t* stage = memory + c % kInputStages * kInputBytes;
+        unrolled<W::kGroups>([&]<int g>() {
+          typename W::Raw raw;
+          ring.template read<g>(raw);
+          constexpr int kColumns = W::kStep / W::kGroups;
+          unrolled<(kColumns + 63) / 64>([&]<int block>() {
+            const int column = step * W::kStep + g * kColumns + block * 64;
+            multiply_block < block,
+                kColumns<64 ? kColumns / 16 : 4>(
+                    raw, stage + column / 64 * kBlockBytes + column % 64 * 2, lane, part);
+          });
+        });
+        wgmma_wait<0>();
       }
       add_part(total, part);
     }
+  }
+
+ private:
+  // The mmas of 64 columns (or fewer) of a group, from mma 4 kBlock on.
+  template <int kBlock, int kMmas>
+  static __device__ __forceinline__ void multiply_block(const typename W::Raw& raw,
+                                                        const uint8_t* input,
+                                                        const Lane& lane,
+                                                        float (&part)[kTiles][4]) {
+    uint32_t a[kMmas][W::kParts][4];
+    unrolled<kMmas>([&]<int i>() { W::template fragment<4 * kBlock + i>(a[i], raw, lane); });
+    wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < kMmas; ++i) {
+      const uint64_t b = wgmma_operand(input + i * 32);
+#pragma unroll
+      for (int q = 0; q < W::kParts; ++q) {
+        wgmma_bf16(part, a[i][q], b);
+      }
+    }
+    wgmma_commit();
   }
 };
 

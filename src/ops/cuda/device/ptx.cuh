@@ -7,9 +7,9 @@
 
 namespace cachalot::ops::cuda {
 
-// The block's dynamic shared memory, 128-byte aligned.
+// The block's dynamic shared memory, aligned for the swizzled operands of wgmma.
 __device__ __forceinline__ uint8_t* dynamic_shared() {
-  extern __shared__ __align__(128) uint8_t dynamic_shared_memory[];
+  extern __shared__ __align__(1024) uint8_t dynamic_shared_memory[];
   return dynamic_shared_memory;
 }
 
@@ -40,6 +40,77 @@ __device__ __forceinline__ void mma_bf16(
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
+// Warpgroup matrix products. The four warps of an aligned group of 128 threads multiply 64 rows by
+// 8 kTiles columns: a warp's rows and d[n] of column tile n are laid out as in mma_bf16, whose sums
+// they equal to the last bit, and so are the registers of A. B lies in shared memory as rows of 64
+// elements (128 bytes), K inside a row, with the 16-byte pieces of row r at piece index ^ (r % 8);
+// its address is a multiple of 1024 bytes plus 32 bytes for every 16 of K.
+//
+// They run asynchronously: wgmma_fence() after writing registers that they use, then any number of
+// them, wgmma_commit(), and wgmma_wait<n>() until at most n commits are under way. Other writers of
+// B call async_proxy_fence() before the barrier that tells of it.
+__device__ __forceinline__ void wgmma_fence() {
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void wgmma_commit() {
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+template <int kLeft>
+__device__ __forceinline__ void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kLeft) : "memory");
+}
+__device__ __forceinline__ void async_proxy_fence() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+__device__ __forceinline__ uint64_t wgmma_operand(const void* b) {
+  constexpr uint64_t kSwizzle128 = uint64_t{1} << 62;
+  constexpr uint64_t kEightRows = uint64_t{1024 / 16} << 32;
+  return kSwizzle128 | kEightRows | uint64_t{1} << 16 | (shared_address(b) & 0x3FFFF) >> 4;
+}
+#define CACHALOT_ACC(n) "+f"(d[n][0]), "+f"(d[n][1]), "+f"(d[n][2]), "+f"(d[n][3])
+#define CACHALOT_ACC4(n) \
+  CACHALOT_ACC(n), CACHALOT_ACC(n + 1), CACHALOT_ACC(n + 2), CACHALOT_ACC(n + 3)
+__device__ __forceinline__ void wgmma_bf16(float (&d)[4][4], const uint32_t (&a)[4], uint64_t b) {
+  asm volatile(
+      "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {"
+      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
+      "}, {%16, %17, %18, %19}, %20, 1, 1, 1, 0;"
+      : CACHALOT_ACC4(0)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
+__device__ __forceinline__ void wgmma_bf16(float (&d)[8][4], const uint32_t (&a)[4], uint64_t b) {
+  asm volatile(
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
+      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, "
+      "%18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+      "}, {%32, %33, %34, %35}, %36, 1, 1, 1, 0;"
+      : CACHALOT_ACC4(0), CACHALOT_ACC4(4)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
+__device__ __forceinline__ void wgmma_bf16(float (&d)[12][4], const uint32_t (&a)[4], uint64_t b) {
+  asm volatile(
+      "wgmma.mma_async.sync.aligned.m64n96k16.f32.bf16.bf16 {"
+      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, "
+      "%18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, "
+      "%34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
+      "}, {%48, %49, %50, %51}, %52, 1, 1, 1, 0;"
+      : CACHALOT_ACC4(0), CACHALOT_ACC4(4), CACHALOT_ACC4(8)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
+__device__ __forceinline__ void wgmma_bf16(float (&d)[16][4], const uint32_t (&a)[4], uint64_t b) {
+  asm volatile(
+      "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
+      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, "
+      "%18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, "
+      "%34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, "
+      "%50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+      "}, {%64, %65, %66, %67}, %68, 1, 1, 1, 0;"
+      : CACHALOT_ACC4(0), CACHALOT_ACC4(4), CACHALOT_ACC4(8), CACHALOT_ACC4(12)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
+#undef CACHALOT_ACC4
+#undef CACHALOT_ACC
+
 // Four 8 x 8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8.
 __device__ __forceinline__ void load_matrices(uint32_t (&r)[4], const void* row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
@@ -67,10 +138,12 @@ __device__ __forceinline__ void copy_async_stream(void* to, const void* from) {
                "l"(from)
                : "memory");
 }
-// Eight bytes, through L1.
-__device__ __forceinline__ void copy_async_words(void* to, const void* from) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(shared_address(to)), "l"(from)
-               : "memory");
+// Four or eight bytes, through L1.
+template <int kBytes>
+__device__ __forceinline__ void copy_async_small(void* to, const void* from) {
+  asm volatile(
+      "cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(shared_address(to)), "l"(from), "n"(kBytes)
+      : "memory");
 }
 __device__ __forceinline__ void copy_async_commit() {
   asm volatile("cp.async.commit_group;" ::: "memory");

@@ -57,6 +57,12 @@ __host__ __device__ constexpr int layout_slot(InputLayout layout, int e) {
   return e;
 }
 
+// The pieces put what one lane multiplies side by side. wgmma reads its input from shared memory
+// instead, K in order: place there ("wide order") of what is at place q of a chunk in lane order.
+__host__ __device__ constexpr int wide_place(int q) {
+  return q / 32 * 32 + q % 8 / 4 * 16 + q % 4 / 2 * 8 + q % 32 / 8 * 2 + q % 2;
+}
+
 // Lane coordinates of an mma operand.
 struct Lane {
   int g;  // row of A (and g + 8), column of B
@@ -89,14 +95,16 @@ __device__ __forceinline__ uint32_t word(const uint4& v) {
 
 // A format provides
 //   kStep          columns of one stage
+//   kGroups        groups of a stage that are unpacked one after the other
 //   kSlots         16-byte pieces of a lane in a stage; slot 2 j + h is column group j of row half
 //   h kGroupBytes    distance of a row's column groups kStepBytes     bytes of a row in a stage
 //   kScaleRows     rows whose scales a lane needs, kStep / 32 bytes each
 //   kLayout        input layout
 //   kLate          factor that the finished sum still needs
 //   kParts         BF16 numbers that a weight is the sum of
+//   Raw            a group's registers
 //   place()        this lane's place in row half h
-//   fragment<i>()  the A operands of mma i of a stage
+//   fragment<i>()  the A operands of mma i of a group
 //   input_scale()  what multiplies piece p of the input if kScaleInput
 
 // kInput: block scales go to the input (few tokens) instead of the weights. kRows 2: the row halves
@@ -104,8 +112,9 @@ __device__ __forceinline__ uint32_t word(const uint4& v) {
 template <bool kInput, int kRows = 1>
 struct Fp8Weights {
   static_assert(!kInput || kRows == 1);
-  static constexpr int kStep = 256;
-  static constexpr int kSlots = 8;
+  static constexpr int kStep = 128;
+  static constexpr int kGroups = 1;
+  static constexpr int kSlots = 4;
   static constexpr int kGroupBytes = 64;
   static constexpr int kStepBytes = kStep;
   static constexpr int kScaleRows = kRows;
@@ -115,7 +124,7 @@ struct Fp8Weights {
   static constexpr int kParts = 1;
   struct Raw {
     uint4 v[kSlots];
-    uint2 scale[kScaleRows];
+    uint32_t scale[kScaleRows];  // of four blocks
   };
 
   static __device__ __forceinline__ void place(TileRows& rows,
@@ -128,8 +137,8 @@ struct Fp8Weights {
     rows.value[h] = values + row * in + 16 * lane.t;
     rows.scale[h] = scales + row / 32 * (in / 32);  // one row of blocks holds the tile
   }
-  static __device__ __forceinline__ uint32_t scale(const uint2& bytes, int j, const Lane& lane) {
-    return bf16_scale(j < 2 ? bytes.x : bytes.y, j % 2 * 2 + lane.t / 2, 80);
+  static __device__ __forceinline__ uint32_t scale(uint32_t bytes, int j, const Lane& lane) {
+    return bf16_scale(bytes, 2 * j + lane.t / 2, 80);
   }
   static __device__ __forceinline__ uint32_t input_scale(const Raw& raw, int p, const Lane& lane) {
     return scale(raw.scale[0], p / 2, lane);
@@ -162,6 +171,7 @@ struct Fp8Weights {
 
 struct Fp4Weights {
   static constexpr int kStep = 256;
+  static constexpr int kGroups = 2;
   static constexpr int kSlots = 4;
   static constexpr int kGroupBytes = 64;
   static constexpr int kStepBytes = kStep / 2;
@@ -171,8 +181,8 @@ struct Fp4Weights {
   static constexpr float kLate = kLateScale;
   static constexpr int kParts = 1;
   struct Raw {
-    uint4 v[kSlots];
-    uint2 scale[kScaleRows];
+    uint4 v[kSlots / kGroups];
+    uint32_t scale[kScaleRows];  // of four blocks
   };
 
   static __device__ __forceinline__ void place(TileRows& rows,
@@ -203,10 +213,10 @@ struct Fp4Weights {
   static __device__ __forceinline__ void fragment(uint32_t (&a)[1][4],
                                                   const Raw& raw,
                                                   const Lane& lane) {
-    constexpr int j = kIndex / 8, q = kIndex / 2 % 4, n = kIndex % 2 * 2;
-    const uint32_t scale0 = bf16_scale(j == 0 ? raw.scale[0].x : raw.scale[0].y, lane.t, 86);
-    const uint32_t scale1 = bf16_scale(j == 0 ? raw.scale[1].x : raw.scale[1].y, lane.t, 86);
-    const uint32_t low = word<q>(raw.v[2 * j]), high = word<q>(raw.v[2 * j + 1]);
+    constexpr int q = kIndex / 2, n = kIndex % 2 * 2;
+    const uint32_t scale0 = bf16_scale(raw.scale[0], lane.t, 86);
+    const uint32_t scale1 = bf16_scale(raw.scale[1], lane.t, 86);
+    const uint32_t low = word<q>(raw.v[0]), high = word<q>(raw.v[1]);
     a[0][0] = mul_bf16x2(nibbles<n>(low), scale0);
     a[0][1] = mul_bf16x2(nibbles<n>(high), scale1);
     a[0][2] = mul_bf16x2(nibbles<n + 1>(low), scale0);
@@ -215,8 +225,9 @@ struct Fp4Weights {
 };
 
 struct Bf16Weights {
-  static constexpr int kStep = 128;
-  static constexpr int kSlots = 8;
+  static constexpr int kStep = 64;
+  static constexpr int kGroups = 1;
+  static constexpr int kSlots = 4;
   static constexpr int kGroupBytes = 64;
   static constexpr int kStepBytes = kStep * 2;
   static constexpr int kScaleRows = 0;
@@ -254,6 +265,7 @@ struct Bf16Weights {
 // two column groups are the halves of those.
 struct F32Weights {
   static constexpr int kStep = 32;
+  static constexpr int kGroups = 1;
   static constexpr int kSlots = 4;
   static constexpr int kGroupBytes = 16;
   static constexpr int kStepBytes = kStep * 4;
@@ -333,80 +345,76 @@ __device__ __forceinline__ void seek(TileRows& rows, int k) {
   }
 }
 
-// A warp's ring of kStages stages of kMats tiles in shared memory.
-template <class W, int kMats, int kStages>
+// A warp's ring of kStages stages of a tile in shared memory.
+template <class W, int kStages>
 class WeightRing {
  public:
   static constexpr int kScaleBytes = W::kStep / 32;  // of one row in a stage
-  static constexpr int kMatBytes = 32 * (16 * W::kSlots + kScaleBytes * W::kScaleRows);
-  static constexpr int kStageBytes = kMats * kMatBytes;
+  static constexpr int kStageBytes = 32 * (16 * W::kSlots + kScaleBytes * W::kScaleRows);
   static constexpr int kBytes = kStages * kStageBytes;
-  static_assert(W::kScaleRows == 0 || kScaleBytes == 8);
 
   // `memory` is the warp's, kBytes long. Starts the first stages of the next `steps` steps of
   // `rows`.
-  __device__ __forceinline__ WeightRing(uint8_t* memory, const TileRows (&rows)[kMats], int steps)
-      : memory_(memory + threadIdx.x % 32 * 16), left_(steps) {
-#pragma unroll
-    for (int m = 0; m < kMats; ++m) {
-      rows_[m] = rows[m];
-    }
+  __device__ __forceinline__ WeightRing(uint8_t* memory, const TileRows& rows, int steps)
+      : memory_(memory), left_(steps), rows_(rows) {
 #pragma unroll
     for (int i = 0; i < kStages - 1; ++i) {
       fill(i);
     }
   }
 
-  // The next step: wait() for its copies, then read() it, which also starts the copies of the step
-  // that is kStages - 1 ahead.
+  // The next step: wait() for its copies, advance() to it, which also starts the copies of the step
+  // that is kStages - 1 ahead, then read() its groups.
   __device__ __forceinline__ void wait() const { copy_async_wait<kStages - 2>(); }
-  __device__ __forceinline__ void read(typename W::Raw (&raw)[kMats]) {
-    fill(read_ == 0 ? kStages - 1 : read_ - 1);
-    const uint8_t* from = memory_ + read_ * kStageBytes;
+  __device__ __forceinline__ void advance() {
+    const int last = stage_;
+    stage_ = stage_ + 1 == kStages ? 0 : stage_ + 1;
+    fill(last);
+  }
+  template <int kGroup>
+  __device__ __forceinline__ void read(typename W::Raw& raw) const {
+    constexpr int kGroupSlots = W::kSlots / W::kGroups;
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    const uint8_t* from = memory_ + stage_ * kStageBytes;
 #pragma unroll
-    for (int m = 0; m < kMats; ++m) {
+    for (int i = 0; i < kGroupSlots; ++i) {
+      raw.v[i] =
+          *reinterpret_cast<const uint4*>(from + (kGroup * kGroupSlots + i) * 512 + lane * 16);
+    }
+    if constexpr (W::kScaleRows > 0) {
+      const uint8_t* scales = from + W::kSlots * 512 + lane * kScaleBytes + kGroup * 4;
 #pragma unroll
-      for (int slot = 0; slot < W::kSlots; ++slot) {
-        raw[m].v[slot] = *reinterpret_cast<const uint4*>(from + m * kMatBytes + slot * 512);
-      }
-      if constexpr (W::kScaleRows > 0) {
-        const uint8_t* scales = from + m * kMatBytes + W::kSlots * 512 - threadIdx.x % 32 * 8;
-#pragma unroll
-        for (int i = 0; i < W::kScaleRows; ++i) {
-          raw[m].scale[i] = *reinterpret_cast<const uint2*>(scales + i * 256);
-        }
+      for (int i = 0; i < W::kScaleRows; ++i) {
+        raw.scale[i] = *reinterpret_cast<const uint32_t*>(scales + i * (32 * kScaleBytes));
       }
     }
-    read_ = read_ + 1 == kStages ? 0 : read_ + 1;
   }
 
  private:
   __device__ __forceinline__ void fill(int stage) {
     if (left_ > 0) {
+      const int lane = static_cast<int>(threadIdx.x) % 32;
       uint8_t* to = memory_ + stage * kStageBytes;
 #pragma unroll
-      for (int m = 0; m < kMats; ++m) {
-#pragma unroll
-        for (int slot = 0; slot < W::kSlots; ++slot) {
-          copy_async_stream(to + m * kMatBytes + slot * 512,
-                            rows_[m].value[slot % 2] + slot / 2 * W::kGroupBytes);
-        }
-        uint8_t* scales = to + m * kMatBytes + W::kSlots * 512 - threadIdx.x % 32 * 8;
-#pragma unroll
-        for (int i = 0; i < W::kScaleRows; ++i) {
-          copy_async_words(scales + i * 256, rows_[m].scale[i]);
-        }
-        seek<W>(rows_[m], W::kStep);
+      for (int slot = 0; slot < W::kSlots; ++slot) {
+        copy_async_stream(to + slot * 512 + lane * 16,
+                          rows_.value[slot % 2] + slot / 2 * W::kGroupBytes);
       }
+#pragma unroll
+      for (int i = 0; i < W::kScaleRows; ++i) {
+        copy_async_small<kScaleBytes>(
+            to + W::kSlots * 512 + i * (32 * kScaleBytes) + lane * kScaleBytes, rows_.scale[i]);
+      }
+      seek<W>(rows_, W::kStep);
       --left_;
     }
     copy_async_commit();
   }
 
-  uint8_t* memory_;  // this lane's first piece
-  int left_;         // steps not yet started
-  int read_ = 0;     // stage of the next step
-  TileRows rows_[kMats];
+  uint8_t* memory_;
+  int left_;                 // steps not yet started
+  int stage_ = kStages - 1;  // of the current step
+  TileRows rows_;
 };
 
 // Calls body.operator()<i>() for i = 0 .. kCount - 1.
@@ -418,114 +426,103 @@ __device__ __forceinline__ void unrolled(const Body& body) {
   }
 }
 
-__device__ __forceinline__ void scale_piece(uint4& piece, uint32_t scale) {
-  piece.x = mul_bf16x2(piece.x, scale);
-  piece.y = mul_bf16x2(piece.y, scale);
-  piece.z = mul_bf16x2(piece.z, scale);
-  piece.w = mul_bf16x2(piece.w, scale);
-}
+// Pieces (32 columns: two mmas) of a group.
+template <class W>
+constexpr int kGroupPieces = W::kStep / W::kGroups / 32;
 
-// part[m][n] += the columns of one stage of tile m times the same columns of token tile n.
-// input(n, p) gives this lane's piece p (32 columns: two mmas) of its token (8 n + g) of tile n.
-template <class W, int kMats, int kTiles, class Input>
-__device__ __forceinline__ void multiply_step(const typename W::Raw (&raw)[kMats],
-                                              const Input& input,
-                                              const Lane& lane,
-                                              float (&part)[kMats][kTiles][4]) {
-  constexpr int kPieces = W::kStep / 32;
-  // Pieces that are loaded ahead of their use; more token tiles leave fewer registers for them.
-  constexpr int kAhead = kPieces * kTiles <= 8 ? kPieces : kTiles < 8 ? 8 / kTiles : 1;
-  static_assert(kPieces % kAhead == 0);
-  unrolled<kPieces / kAhead>([&]<int kGroup>() {
-    uint4 b[kAhead][kTiles];
+// part[n] += a group's columns of the tile times the same columns of token tile n. input(n, p)
+// gives this lane's piece p of the group of its token (8 n + g) of tile n.
+template <class W, int kTiles, class Input>
+__device__ __forceinline__ void multiply_group(const typename W::Raw& raw,
+                                               const Input& input,
+                                               const Lane& lane,
+                                               float (&part)[kTiles][4]) {
+  unrolled<kGroupPieces<W>>([&]<int p>() {
+    uint4 b[kTiles];
 #pragma unroll
-    for (int p = 0; p < kAhead; ++p) {
-#pragma unroll
-      for (int n = 0; n < kTiles; ++n) {
-        b[p][n] = input(n, kGroup * kAhead + p);
+    for (int n = 0; n < kTiles; ++n) {
+      b[n] = input(n, p);
+      if constexpr (W::kScaleInput) {
+        const uint32_t scale = W::input_scale(raw, p, lane);
+        b[n] = make_uint4(mul_bf16x2(b[n].x, scale),
+                          mul_bf16x2(b[n].y, scale),
+                          mul_bf16x2(b[n].z, scale),
+                          mul_bf16x2(b[n].w, scale));
       }
     }
+    unrolled<2>([&]<int i>() {
+      uint32_t a[W::kParts][4];
+      W::template fragment<2 * p + i>(a, raw, lane);
 #pragma unroll
-    for (int m = 0; m < kMats; ++m) {
-      unrolled<kAhead>([&]<int p>() {
-        constexpr int kPiece = kGroup * kAhead + p;
-        uint4 scaled[kTiles];
+      for (int n = 0; n < kTiles; ++n) {
 #pragma unroll
-        for (int n = 0; n < kTiles; ++n) {
-          scaled[n] = b[p][n];
-          if constexpr (W::kScaleInput) {
-            scale_piece(scaled[n], W::input_scale(raw[m], kPiece, lane));
-          }
+        for (int q = 0; q < W::kParts; ++q) {
+          mma_bf16(part[n],
+                   a[q][0],
+                   a[q][1],
+                   a[q][2],
+                   a[q][3],
+                   i == 0 ? b[n].x : b[n].z,
+                   i == 0 ? b[n].y : b[n].w);
         }
-        unrolled<2>([&]<int i>() {
-          uint32_t a[W::kParts][4];
-          W::template fragment<2 * kPiece + i>(a, raw[m], lane);
-#pragma unroll
-          for (int n = 0; n < kTiles; ++n) {
-#pragma unroll
-            for (int q = 0; q < W::kParts; ++q) {
-              mma_bf16(part[m][n],
-                       a[q][0],
-                       a[q][1],
-                       a[q][2],
-                       a[q][3],
-                       i == 0 ? scaled[n].x : scaled[n].z,
-                       i == 0 ? scaled[n].y : scaled[n].w);
-            }
-          }
-        });
-      });
-    }
+      }
+    });
   });
 }
 
-// Input rows in memory: rows[n] is this lane's row of token tile n, offset by 8 t columns and to
-// the column where the ring starts, in W::kLayout; null past the last token.
-template <int kTiles>
-struct InputRows {
-  const uint16_t* rows[kTiles];
-
-  __device__ __forceinline__ uint4 load(int n, int column) const {
-    return rows[n] == nullptr ? make_uint4(0, 0, 0, 0)
-                              : *reinterpret_cast<const uint4*>(rows[n] + column);
-  }
-};
-
-// Runs `chunks` chunks of the ring; end(c, part) gets the accumulators of each, c = 0, 1, ..
-template <class W, int kMats, int kTiles, int kStages, class End>
-__device__ __forceinline__ void run_chunks(WeightRing<W, kMats, kStages>& ring,
-                                           const InputRows<kTiles>& inputs,
+// Multiplies a tile by one token tile whose rows are in global memory. `row` is this lane's input
+// row in W::kLayout, offset by 8 t columns and to the column where the ring starts; null past the
+// last token. end(c, part) gets the accumulators of chunk c = 0, 1, .. A group's input is loaded
+// while the group before it is multiplied.
+template <class W, int kStages, class End>
+__device__ __forceinline__ void run_chunks(WeightRing<W, kStages>& ring,
+                                           const uint16_t* row,
                                            int chunks,
                                            const Lane& lane,
                                            const End& end) {
+  constexpr int kPieces = kGroupPieces<W>;
+  uint4 current[kPieces], next[kPieces];
+  const auto load = [&](uint4(&to)[kPieces], int column) {
+#pragma unroll
+    for (int p = 0; p < kPieces; ++p) {
+      to[p] = row != nullptr && column < chunks * kChunk
+                  ? *reinterpret_cast<const uint4*>(row + column + 32 * p)
+                  : make_uint4(0, 0, 0, 0);
+    }
+  };
+  load(current, 0);
   int column = 0;
 #pragma unroll 1
   for (int c = 0; c < chunks; ++c) {
-    float part[kMats][kTiles][4] = {};
-#pragma unroll 1
+    float part[1][4] = {};
+#pragma unroll 2
     for (int step = 0; step < kChunk / W::kStep; ++step) {
-      typename W::Raw raw[kMats];
       ring.wait();
-      ring.read(raw);
-      multiply_step<W, kMats, kTiles>(
-          raw, [&](int n, int p) { return inputs.load(n, column + 32 * p); }, lane, part);
-      column += W::kStep;
+      ring.advance();
+      unrolled<W::kGroups>([&]<int g>() {
+        column += 32 * kPieces;
+        load(next, column);
+        typename W::Raw raw;
+        ring.template read<g>(raw);
+        multiply_group<W, 1>(raw, [&](int, int p) { return current[p]; }, lane, part);
+#pragma unroll
+        for (int p = 0; p < kPieces; ++p) {
+          current[p] = next[p];
+        }
+      });
     }
-    end(c, part);
+    end(c, part[0]);
   }
 }
 
-template <int kMats, int kTiles>
-__device__ __forceinline__ void add_part(float (&total)[kMats][kTiles][4],
-                                         const float (&part)[kMats][kTiles][4]) {
+template <int kTiles>
+__device__ __forceinline__ void add_part(float (&total)[kTiles][4],
+                                         const float (&part)[kTiles][4]) {
 #pragma unroll
-  for (int m = 0; m < kMats; ++m) {
+  for (int n = 0; n < kTiles; ++n) {
 #pragma unroll
-    for (int n = 0; n < kTiles; ++n) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        total[m][n][i] += part[m][n][i];
-      }
+    for (int i = 0; i < 4; ++i) {
+      total[n][i] += part[n][i];
     }
   }
 }
