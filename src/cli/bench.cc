@@ -13,6 +13,7 @@
 #include "cli/run_flags.h"
 #include "model/accounting.h"
 #include "ops/cpu/machine.h"
+#include "ops/op_timer.h"
 #include "ops/ops.h"
 #include "ops/registry.h"
 #include "quant/block.h"
@@ -22,8 +23,8 @@ namespace {
 
 struct BenchFlags {
   RunFlags run;
-  int64_t batch = 1;
-  int64_t context = 512;
+  std::vector<int64_t> batch = {1};
+  std::vector<int64_t> context = {512};
   int64_t tokens = 512;
   int repeats = 7;
 };
@@ -147,17 +148,13 @@ class ExpertCounter : public model::Observer {
   int64_t experts_ = 0;
 };
 
-int64_t weight_bytes(const ops::Weight& w) {
-  return w.empty() ? 0 : w.values.bytes() + (w.scales.empty() ? 0 : w.scales.bytes());
-}
-
 int64_t expert_bytes(const ops::ExpertView& e) {
-  return weight_bytes(e.w1) + weight_bytes(e.w2) + weight_bytes(e.w3);
+  return ops::weight_bytes(e.w1) + ops::weight_bytes(e.w2) + ops::weight_bytes(e.w3);
 }
 
 // Bytes of weights that a step reads once, whatever its rows; routed experts apart.
 int64_t dense_bytes(const model::Model& model) {
-  int64_t bytes = weight_bytes(model.weights.head);
+  int64_t bytes = ops::weight_bytes(model.weights.head);
   for (const model::LayerWeights& l : model.weights.layers) {
     for (const ops::Weight* w : {&l.attn.wq_a,
                                  &l.attn.wq_b,
@@ -171,7 +168,7 @@ int64_t dense_bytes(const model::Model& model) {
                                  &l.attn.indexer.wk,
                                  &l.moe.gate,
                                  &l.engram.wkv}) {
-      bytes += weight_bytes(*w);
+      bytes += ops::weight_bytes(*w);
     }
     bytes += l.hc_attn.fn.bytes() + l.hc_ffn.fn.bytes();
     for (const ops::ExpertView& shared : l.moe.shared) {
@@ -183,6 +180,10 @@ int64_t dense_bytes(const model::Model& model) {
 
 // A repeat takes at least this long.
 constexpr double kRepeatSeconds = 0.2;
+// Steps whose ops are timed one by one.
+constexpr int kBudgetSteps = 5;
+// Positions that are computed; longer contexts repeat their cache rows.
+constexpr int64_t kComputedContext = 4096;
 
 // One step over prepared sequences; rows are not committed, so every repeat does the same work.
 struct StepBench {
@@ -191,14 +192,13 @@ struct StepBench {
   std::vector<model::StepSequence> sequences;
 };
 
-Status fill(engine::Runtime& runtime,
-            model::StepRunner& runner,
-            const BenchFlags& flags,
-            int64_t context,
-            kvcache::SequenceCache& cache,
-            uint64_t seed) {
+Status prefill(engine::Runtime& runtime,
+               model::StepRunner& runner,
+               const BenchFlags& flags,
+               int64_t context,
+               kvcache::SequenceCache& cache) {
   const std::vector<int32_t> prompt =
-      random_tokens(context, runtime.model().config.vocab_size, seed);
+      random_tokens(context, runtime.model().config.vocab_size, 100);
   for (int64_t begin = 0; begin < context; begin += flags.run.chunk) {
     const int64_t n = std::min(flags.run.chunk, context - begin);
     CACHALOT_RETURN_IF_ERROR(cache.reserve(begin + n));
@@ -213,31 +213,162 @@ Status fill(engine::Runtime& runtime,
   return {};
 }
 
-Result<Measurement> measure_step(engine::Runtime& runtime,
-                                 model::StepRunner& runner,
-                                 const BenchFlags& flags,
-                                 int64_t batch,
-                                 int64_t context,
-                                 int64_t rows,
-                                 const Ceiling& ceiling) {
+// Makes `to` a sequence of `context` positions in memory of its own: `from` over and over, from its
+// page `shift` on.
+Status repeat_rows(engine::Runtime& runtime,
+                   const ops::SequenceView& from,
+                   int64_t shift,
+                   int64_t context,
+                   ops::SequenceView& to) {
+  ops::Memory& memory = runtime.pages().memory();
+  const kvcache::CacheLayout& layout = runtime.layout();
+  for (size_t i = 0; i < to.rings.size(); ++i) {
+    if (to.rings[i] != from.rings[i]) {
+      CACHALOT_RETURN_IF_ERROR(memory.copy(
+          to.rings[i], from.rings[i], layout.window * layout.window_row_bytes, nullptr));
+    }
+  }
+  for (size_t s = 0; s < to.sources.size(); ++s) {
+    const int64_t filled = (from.length + layout.page_tokens - 1) / layout.page_tokens;
+    if (to.sources[s].open_group != from.sources[s].open_group) {
+      CACHALOT_RETURN_IF_ERROR(memory.copy(to.sources[s].open_group,
+                                           from.sources[s].open_group,
+                                           2 * layout.compressed_dim * 4,
+                                           nullptr));
+    }
+    for (auto rows : {&ops::SourceView::main, &ops::SourceView::index}) {
+      const ops::PagedRows& target = to.sources[s].*rows;
+      for (int64_t page = 0; page < to.sources[s].page_count; ++page) {
+        const uint8_t* source = (from.sources[s].*rows).pages[(page + shift) % filled];
+        if (source != target.pages[page]) {
+          CACHALOT_RETURN_IF_ERROR(memory.copy(
+              target.pages[page], source, target.page_rows * target.row_bytes, nullptr));
+        }
+      }
+    }
+  }
+  to.lookback = from.lookback;
+  to.length = context;
+  return {};
+}
+
+Result<StepBench> prepare_step(engine::Runtime& runtime,
+                               model::StepRunner& runner,
+                               const BenchFlags& flags,
+                               int64_t batch,
+                               int64_t context,
+                               int64_t rows) {
   StepBench bench;
   for (int64_t i = 0; i < batch; ++i) {
     CACHALOT_TRY(std::unique_ptr<kvcache::SequenceCache> cache, runtime.make_cache());
     bench.caches.push_back(std::move(cache));
-    CACHALOT_RETURN_IF_ERROR(fill(
-        runtime, runner, flags, context, *bench.caches.back(), static_cast<uint64_t>(100 + i)));
-    CACHALOT_RETURN_IF_ERROR(bench.caches.back()->reserve(context + rows));
+    kvcache::SequenceCache& first = *bench.caches[0];
+    if (i == 0) {
+      CACHALOT_RETURN_IF_ERROR(
+          prefill(runtime, runner, flags, std::min(context, kComputedContext), first));
+    }
+    kvcache::SequenceCache& own = *bench.caches.back();
+    CACHALOT_RETURN_IF_ERROR(own.reserve(context + rows));
+    if (context > 0) {
+      const ops::SequenceView from = first.view();
+      CACHALOT_RETURN_IF_ERROR(repeat_rows(runtime, from, i, context, own.view()));
+    }
     bench.tokens.push_back(
         random_tokens(rows, runtime.model().config.vocab_size, static_cast<uint64_t>(900 + i)));
   }
-  for (int64_t i = 0; i < batch; ++i) {
-    const auto index = static_cast<size_t>(i);
-    bench.sequences.push_back(
-        {.view = &bench.caches[index]->view(), .tokens = bench.tokens[index]});
+  for (size_t i = 0; i < bench.caches.size(); ++i) {
+    bench.sequences.push_back({.view = &bench.caches[i]->view(), .tokens = bench.tokens[i]});
   }
-  ExpertCounter counter;
-  CACHALOT_RETURN_IF_ERROR(runner.run(bench.sequences, &counter));
-  Measurement m{.name = "", .backend = flags.run.backend, .shape = ""};
+  return bench;
+}
+
+// What machines reach, for the floors of a budget.
+struct Rates {
+  double bytes = 0;
+  double flops = 0;  // 0: not measured
+};
+
+// One line per op: its time in a step, its share of all ops, and the floor that its bytes and flops
+// set. Ops are timed apart, so on a device they add up to more than the step.
+Status print_budget(engine::Runtime& runtime,
+                    model::StepRunner& runner,
+                    const StepBench& bench,
+                    const Rates& rates,
+                    const Measurement& step) {
+  CACHALOT_TRY(const std::unique_ptr<ops::OpTimer> timer,
+               ops::make_op_timer({.backend = runtime.options().backend}));
+  struct Line {
+    std::string name;
+    int64_t calls = 0;
+    ops::OpCost cost;
+    std::vector<double> seconds;  // of every step
+  };
+  std::vector<Line> lines;  // in the order of the first call
+  runner.set_timer(timer.get());
+  for (size_t i = 0; i < kBudgetSteps; ++i) {
+    const Status status = runner.run(bench.sequences).status();
+    if (!status.ok()) {
+      runner.set_timer(nullptr);
+      return status;
+    }
+    CACHALOT_TRY(const std::vector<ops::OpRecord> records, timer->take());
+    for (const ops::OpRecord& record : records) {
+      auto line = std::find_if(
+          lines.begin(), lines.end(), [&](const Line& l) { return l.name == record.name; });
+      if (line == lines.end()) {
+        line = lines.insert(lines.end(), {.name = record.name, .cost = {}, .seconds = {}});
+      }
+      line->seconds.resize(kBudgetSteps);
+      line->seconds[i] += record.seconds;
+      if (i == 0) {
+        ++line->calls;
+        line->cost.bytes += record.cost.bytes;
+        line->cost.flops += record.cost.flops;
+      }
+    }
+  }
+  runner.set_timer(nullptr);
+  double total = 0;
+  for (const Line& line : lines) {
+    total += median(line.seconds);
+  }
+  std::stable_sort(lines.begin(), lines.end(), [](const Line& a, const Line& b) {
+    return median(a.seconds) > median(b.seconds);
+  });
+  for (const Line& line : lines) {
+    const double seconds = median(line.seconds);
+    const double floor = std::max(line.cost.bytes / rates.bytes,
+                                  rates.flops > 0 ? line.cost.flops / rates.flops : 0.0);
+    JsonWriter w;
+    w.begin_object()
+        .field("name", step.name + " / " + line.name)
+        .field("backend", step.backend)
+        .field("shape", step.shape)
+        .field("calls", line.calls)
+        .field("median_s", seconds)
+        .field("min_s", *std::min_element(line.seconds.begin(), line.seconds.end()))
+        .field("max_s", *std::max_element(line.seconds.begin(), line.seconds.end()))
+        .field("share", seconds / total)
+        .field("bytes", line.cost.bytes)
+        .field("flops", line.cost.flops)
+        .field("gbps", line.cost.bytes / seconds / 1e9)
+        .field("tflops", line.cost.flops / seconds / 1e12)
+        .field("floor_s", floor)
+        .field("fraction", floor / seconds)
+        .end_object();
+    std::fputs((w.text() + "\n").c_str(), stdout);
+  }
+  std::fflush(stdout);
+  return {};
+}
+
+Status time_step(model::StepRunner& runner,
+                 const BenchFlags& flags,
+                 const StepBench& bench,
+                 const Ceiling& ceiling,
+                 Measurement& m) {
+  m.backend = flags.run.backend;
+  CACHALOT_RETURN_IF_ERROR(runner.run(bench.sequences));
   for (int i = 0; i < flags.repeats; ++i) {
     CACHALOT_TRY(const double rate, ceiling());
     m.ceilings.push_back(rate);
@@ -252,47 +383,69 @@ Result<Measurement> measure_step(engine::Runtime& runtime,
     }
     m.seconds.push_back(seconds / steps);
   }
-  const model::Model& model = runtime.model();
-  m.bytes =
-      static_cast<double>(dense_bytes(model) +
-                          counter.experts() * expert_bytes(model.weights.layers[0].moe.experts[0]));
-  return m;
+  return {};
+}
+
+// Multiply-adds per second on a host; a device's are not measured here.
+double flop_rate(engine::Runtime& runtime) {
+  return runtime.options().backend == ops::Backend::kCuda
+             ? 0
+             : 2 * ops::cpu::multiply_add_pass(runtime.threads());
 }
 
 Status bench_decode(const BenchFlags& flags) {
   CACHALOT_TRY(const std::unique_ptr<engine::Runtime> runtime, open_runtime(flags.run));
   CACHALOT_TRY(const std::unique_ptr<model::StepRunner> runner, runtime->make_runner());
   CACHALOT_TRY(const Ceiling ceiling, read_ceiling(*runtime));
-  CACHALOT_TRY(Measurement m,
-               measure_step(*runtime, *runner, flags, flags.batch, flags.context, 1, ceiling));
-  m.name = "decode";
-  m.shape = fmt::format("batch {} context {}", flags.batch, flags.context);
-  print(m);
+  const model::Model& model = runtime->model();
+  for (const int64_t context : flags.context) {
+    for (const int64_t batch : flags.batch) {
+      CACHALOT_TRY(const StepBench bench,
+                   prepare_step(*runtime, *runner, flags, batch, context, 1));
+      ExpertCounter counter;
+      CACHALOT_RETURN_IF_ERROR(runner->run(bench.sequences, &counter));
+      Measurement m;
+      m.name = "decode";
+      m.shape = fmt::format("batch {} context {}", batch, context);
+      m.bytes = static_cast<double>(dense_bytes(model) +
+                                    counter.experts() *
+                                        expert_bytes(model.weights.layers[0].moe.experts[0]));
+      CACHALOT_RETURN_IF_ERROR(time_step(*runner, flags, bench, ceiling, m));
+      print(m);
+      const Rates rates{median(m.ceilings), flop_rate(*runtime)};
+      CACHALOT_RETURN_IF_ERROR(print_budget(*runtime, *runner, bench, rates, m));
+    }
+  }
   return {};
 }
 
 Status bench_prefill(const BenchFlags& flags) {
   CACHALOT_TRY(const std::unique_ptr<engine::Runtime> runtime, open_runtime(flags.run));
   CACHALOT_TRY(const std::unique_ptr<model::StepRunner> runner, runtime->make_runner());
+  CACHALOT_TRY(const Ceiling reads, read_ceiling(*runtime));
   const bool on_device = runtime->options().backend == ops::Backend::kCuda;
-  Ceiling ceiling = [&]() -> Result<double> {
-    return 2 * ops::cpu::multiply_add_pass(runtime->threads());
-  };
-  if (on_device) {
-    CACHALOT_TRY(ceiling, read_ceiling(*runtime));
+  const Ceiling ceiling =
+      on_device ? reads : Ceiling([&]() -> Result<double> { return flop_rate(*runtime); });
+  for (const int64_t context : flags.context) {
+    CACHALOT_TRY(const StepBench bench,
+                 prepare_step(*runtime, *runner, flags, 1, context, flags.tokens));
+    Measurement m;
+    m.name = "prefill";
+    m.shape = fmt::format("tokens {} context {}", flags.tokens, context);
+    m.bytes = static_cast<double>(dense_bytes(runtime->model()));
+    // Products with weights alone: attention and index scores come on top. Only one row has logits.
+    const model::ModelConfig& config = runtime->model().config;
+    const int64_t head = config.vocab_size * config.hidden_size;
+    m.flops =
+        2.0 * static_cast<double>(
+                  (model::account(config).parameters.active_decode - head) * flags.tokens + head);
+    m.bound_by_bytes = on_device;
+    CACHALOT_RETURN_IF_ERROR(time_step(*runner, flags, bench, ceiling, m));
+    print(m);
+    CACHALOT_TRY(const double bytes, reads());
+    CACHALOT_RETURN_IF_ERROR(
+        print_budget(*runtime, *runner, bench, {bytes, flop_rate(*runtime)}, m));
   }
-  CACHALOT_TRY(Measurement m,
-               measure_step(*runtime, *runner, flags, 1, flags.context, flags.tokens, ceiling));
-  m.name = "prefill";
-  m.shape = fmt::format("tokens {} context {}", flags.tokens, flags.context);
-  // Products with weights alone: attention and index scores come on top. Only one row has logits.
-  const model::ModelConfig& config = runtime->model().config;
-  const int64_t head = config.vocab_size * config.hidden_size;
-  m.flops =
-      2.0 * static_cast<double>(
-                (model::account(config).parameters.active_decode - head) * flags.tokens + head);
-  m.bound_by_bytes = on_device;
-  print(m);
   return {};
 }
 
@@ -358,7 +511,7 @@ Status bench_ops(const BenchFlags& flags) {
     std::vector<RandomWeight> weights;
     for (int64_t total = 0; total < kRotate;) {
       weights.push_back(random_weight(f.format, kOut, kIn, weights.size()));
-      total += weight_bytes(weights.back().weight);
+      total += ops::weight_bytes(weights.back().weight);
     }
     for (int64_t t : {int64_t{1}, int64_t{4}, int64_t{64}, int64_t{512}}) {
       std::vector<bf16> x(static_cast<size_t>(t * kIn)), y(static_cast<size_t>(t * kOut));
@@ -386,7 +539,7 @@ Status bench_ops(const BenchFlags& flags) {
         }
         m.seconds.push_back((now_seconds() - begin) / static_cast<double>(per_repeat));
       }
-      m.bytes = static_cast<double>(weight_bytes(weights[0].weight));
+      m.bytes = static_cast<double>(ops::weight_bytes(weights[0].weight));
       m.flops = 2.0 * static_cast<double>(t * kIn * kOut);
       print(m);
     }
@@ -412,16 +565,20 @@ void add_bench(CLI::App& app, Action& action) {
   add("ops", "Linears of every weight format at decode and prefill sizes", bench_ops);
   CLI::App* decode =
       add("decode", "One decode step; bytes of weights read against read bandwidth", bench_decode);
-  decode->add_option("--batch", flags->batch, "Sequences")
+  decode->add_option("--batch", flags->batch, "Sequences; several: one measurement each")
       ->check(CLI::Range(1, 4096))
       ->capture_default_str();
-  decode->add_option("--context", flags->context, "Tokens before the step")->capture_default_str();
+  decode->add_option("--context", flags->context, "Tokens before the step; likewise")
+      ->check(CLI::Range(int64_t{0}, int64_t{1} << 24))
+      ->capture_default_str();
   CLI::App* prefill =
       add("prefill", "One prefill step; multiply-adds against the peak rate", bench_prefill);
   prefill->add_option("--tokens", flags->tokens, "Tokens of the step")
       ->check(CLI::Range(1, 65536))
       ->capture_default_str();
-  prefill->add_option("--context", flags->context, "Tokens before the step")->capture_default_str();
+  prefill->add_option("--context", flags->context, "Tokens before the step; several: one each")
+      ->check(CLI::Range(int64_t{0}, int64_t{1} << 24))
+      ->capture_default_str();
 }
 
 }  // namespace cachalot::cli

@@ -450,7 +450,8 @@ void InferExec::index_select(const LayerSpec& layer, Var q, Var w, Published<Var
       .rope = rope(layer),
       .index = source.index,
       .candidate_block = c.candidate_block_size,
-      .selected = make(DType::kI32, {plan_.rows, std::min(c.index_topk, entries)})};
+      .selected = make(DType::kI32, {plan_.rows, std::min(c.index_topk, entries)}),
+      .entries_bound = entries};
   if (layer.publishes_candidates) {
     const int64_t blocks = (entries + c.candidate_block_size - 1) / c.candidate_block_size;
     args.candidates_out =

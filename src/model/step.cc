@@ -128,6 +128,10 @@ StepRunner::StepRunner(std::unique_ptr<State> state) : state_(std::move(state)) 
 
 StepRunner::~StepRunner() = default;
 
+void StepRunner::set_timer(ops::OpTimer* timer) {
+  state_->context.timer = timer;
+}
+
 Result<TensorView> StepRunner::run(std::span<const StepSequence> sequences, Observer* observer) {
   State& s = *state_;
   s.exec.reset();

@@ -48,6 +48,9 @@ class StepRunner {
   // groups, look-back and length. Fewer than were run: the rest never happened.
   Status commit(std::span<const int32_t> accepted);
 
+  // Times the ops of the steps to come; null ends that.
+  void set_timer(ops::OpTimer* timer);
+
  private:
   struct State;
   explicit StepRunner(std::unique_ptr<State> state);

@@ -8,6 +8,8 @@
 
 namespace cachalot::ops {
 
+class OpTimer;
+
 enum class Backend : uint8_t {
   kRef,   // plain loops, double accumulation: the executable definition
   kCpu,   // SIMD and threads
@@ -21,6 +23,7 @@ struct OpContext {
   ThreadPool* pool = nullptr;  // kCpu
   Arena* scratch = nullptr;    // kRef, kCpu
   void* stream = nullptr;      // kCuda: the cudaStream_t
+  OpTimer* timer = nullptr;    // times every op, if there is one
 };
 
 }  // namespace cachalot::ops

@@ -1,6 +1,7 @@
 #include "ops/ops.h"
 
 #include "ops/check_args.h"
+#include "ops/op_timer.h"
 #include "ops/registry.h"
 #include "quant/block.h"
 
@@ -19,7 +20,13 @@ Status dispatch(OpContext& ctx,
                 const Args& args) {
   for (const Kernel<Args>& kernel : kernels(ctx.backend).*member) {
     if (kernel.supports == nullptr || kernel.supports(args)) {
-      return kernel.run(ctx, args);
+      if (ctx.timer == nullptr) {
+        return kernel.run(ctx, args);
+      }
+      ctx.timer->begin(budget_name(op, args), cost(args));
+      const Status status = kernel.run(ctx, args);
+      ctx.timer->end();
+      return status;
     }
   }
   return error(Code::kUnimplemented,

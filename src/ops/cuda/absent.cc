@@ -1,6 +1,7 @@
-// Builds without CUDA: the backend exists and has no kernels and no memory.
+// Builds without CUDA: the backend exists and has no kernels, no memory and no timer.
 #include "base/format.h"
 #include "ops/memory.h"
+#include "ops/op_timer.h"
 #include "ops/registry.h"
 
 namespace cachalot::ops {
@@ -11,6 +12,10 @@ const KernelSet& cuda_kernels() {
 }
 
 Result<Memory*> cuda_memory() {
+  return error(Code::kUnimplemented, "backend cuda is not part of this build");
+}
+
+Result<std::unique_ptr<OpTimer>> cuda_op_timer(void*) {
   return error(Code::kUnimplemented, "backend cuda is not part of this build");
 }
 
