@@ -60,6 +60,8 @@ __device__ __forceinline__ void with_tiles(int count, const Body& body) {
     body.template operator()<4>();
   } else if (count <= 8 * kTokenTile) {
     body.template operator()<8>();
+  } else if (count <= 10 * kTokenTile) {
+    body.template operator()<10>();
   } else if (count <= 12 * kTokenTile) {
     body.template operator()<12>();
   } else {

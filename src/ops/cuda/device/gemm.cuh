@@ -2,7 +2,7 @@
 // unpacked in registers, and the input rows of one chunk of K in shared memory for all, as the B
 // operand of wgmma. Same order of sums as device/weights.cuh, so the same bits as with few tokens.
 //
-//   copies    inputs of chunk c + kAhead, weights kStages - 1 steps ahead (cp.async)
+//   copies    inputs kAhead chunks ahead, weights kStages - 1 steps ahead (cp.async)
 //   warp      unpack 64 columns | wgmma ... | unpack the next 64 | ...
 //   tensor    wgmma of one warpgroup while the other unpacks
 #pragma once
@@ -24,11 +24,13 @@ struct Gemm {
   static constexpr int kThreads = kWarps * 32;
   static constexpr int kTokens = kTiles * kTokenTile;
   static constexpr int kSteps = kChunk / W::kStep;  // of a chunk
-  // Input chunks travel kAhead chunks ahead, in the same copy groups as the weights of their first
-  // step; the weights' ring is as long as these groups take.
+  // Input chunks travel kAhead chunks ahead and are a copy group each, committed before the weights
+  // of their step. Waiting for all but the kUnderWay youngest groups is waiting for the inputs of
+  // the chunk that begins; the weights, kStages - 1 steps ahead, are then there as well.
   static constexpr int kAhead = kTokens > 64 || kSteps > 2 ? 1 : 2;
   static constexpr int kInputStages = kAhead + 1;
-  static constexpr int kStages = kAhead * kSteps + 1;
+  static constexpr int kStages = kAhead * kSteps + 2;
+  static constexpr int kUnderWay = kAhead * kSteps + kAhead - 1;
   static constexpr int kRowBytes = 128;  // 64 columns of a token
   static constexpr int kBlockBytes = kTokens * kRowBytes;
   static constexpr int kInputBytes = kChunk / 64 * kBlockBytes;

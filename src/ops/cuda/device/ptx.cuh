@@ -87,6 +87,16 @@ __device__ __forceinline__ void wgmma_bf16(float (&d)[8][4], const uint32_t (&a)
       : CACHALOT_ACC4(0), CACHALOT_ACC4(4)
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
+__device__ __forceinline__ void wgmma_bf16(float (&d)[10][4], const uint32_t (&a)[4], uint64_t b) {
+  asm volatile(
+      "wgmma.mma_async.sync.aligned.m64n80k16.f32.bf16.bf16 {"
+      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, "
+      "%18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, "
+      "%34, %35, %36, %37, %38, %39"
+      "}, {%40, %41, %42, %43}, %44, 1, 1, 1, 0;"
+      : CACHALOT_ACC4(0), CACHALOT_ACC4(4), CACHALOT_ACC(8), CACHALOT_ACC(9)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
 __device__ __forceinline__ void wgmma_bf16(float (&d)[12][4], const uint32_t (&a)[4], uint64_t b) {
   asm volatile(
       "wgmma.mma_async.sync.aligned.m64n96k16.f32.bf16.bf16 {"
