@@ -41,13 +41,14 @@ class TokenConstraint {
 struct EngineRequest {
   std::vector<int32_t> prompt;  // at least one token
   SamplingParams sampling;
-  int64_t max_tokens = 16;
+  int64_t max_tokens = 16;        // 0 with prompt_logprobs alone: score the prompt
   std::vector<std::string> stop;  // ends the text before the first of these
   std::vector<int32_t> stop_ids;  // in addition to EOS
   bool ignore_eos = false;
   bool logprobs = false;
-  int64_t top_logprobs = 0;      // alternatives per output token
-  bool prompt_logprobs = false;  // the prompt's own log-probabilities (echo)
+  int64_t top_logprobs = 0;  // alternatives per output token
+  bool prompt_logprobs =
+      false;  // the prompt's own log-probabilities (echo); computed, never cached
   std::unique_ptr<TokenConstraint> constraint;
   int priority = 0;  // higher runs first
   std::optional<std::chrono::steady_clock::time_point> deadline;
@@ -73,6 +74,7 @@ struct Event {
   // log-probabilities where asked for (the first has no value).
   bool first = false;
   int64_t cached_tokens = 0;
+  double queue_seconds = 0;  // from submit() to the first step
   std::vector<std::optional<TokenOutput>> prompt;
 
   std::vector<TokenOutput> tokens;  // output tokens since the last event, EOS apart
@@ -89,9 +91,10 @@ struct Event {
 using EventSink = std::function<void(RequestId, Event)>;
 
 struct PoolStats {
-  std::string name;  // "main", "window", ...
-  int64_t in_use = 0;
-  int64_t total = 0;
+  std::string name;    // "main": pages of the global cache; "window": window states
+  int64_t in_use = 0;  // held by requests
+  int64_t cached = 0;  // kept for later requests alone, freed when others need room
+  int64_t total = 0;   // 0: bounded by memory alone
 };
 
 struct Histogram {
@@ -127,6 +130,9 @@ struct EngineOptions {
   int64_t max_waiting = 1024;  // queued requests; more are refused
   int64_t max_context = 0;     // tokens of a request; 0: the model's
   bool prefix_cache = true;
+  // Window states kept for prefixes of earlier requests, beside those of running ones.
+  int64_t cached_states = 256;
+  std::chrono::seconds state_ttl{300};  // since the last use
 };
 
 class Engine {
@@ -136,8 +142,9 @@ class Engine {
   // Cancels what is left and joins.
   virtual ~Engine() = default;
 
-  // Checks the request and queues it. kInvalidArgument names the field; kResourceExhausted: the
-  // queue is full (try again later), or the request can never fit; kUnavailable: draining.
+  // Checks the request and queues it. kInvalidArgument names the field; kOutOfRange: the
+  // request can never fit; kResourceExhausted: the queue is full, try again later; kUnavailable:
+  // draining.
   virtual Result<RequestId> submit(EngineRequest request, EventSink sink) = 0;
   // Everything of the request is freed before the next step; its last event is kCancelled. Unknown
   // and finished ids are ignored.
