@@ -112,6 +112,7 @@ struct EngineStats {
   uint64_t requests_cancelled = 0;
   uint64_t prompt_tokens = 0;
   uint64_t cached_tokens = 0;
+  uint64_t replayed_tokens = 0;  // cached ones that ran again to rebuild windows
   uint64_t generated_tokens = 0;
   uint64_t draft_tokens = 0;
   uint64_t accepted_tokens = 0;

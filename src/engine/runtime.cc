@@ -55,8 +55,8 @@ namespace {
 // Differs between checkpoints, as far as a sample of every tensor tells, and between ways to run
 // one: rows of one must not be found by another.
 Result<kvcache::PrefixKey> make_cache_key(const model::Checkpoint& checkpoint,
-                                     const std::vector<int32_t>& classes,
-                                     const RuntimeOptions& options) {
+                                          const std::vector<int32_t>& classes,
+                                          const RuntimeOptions& options) {
   constexpr int64_t kSamples = 4, kSampleBytes = 64;
   kvcache::PrefixKey key;
   CACHALOT_TRY(const std::string config, read_file(checkpoint.directory() + "/config.json"));
@@ -82,9 +82,6 @@ Result<kvcache::PrefixKey> make_cache_key(const model::Checkpoint& checkpoint,
 Result<std::unique_ptr<Runtime>> Runtime::open(const std::string& directory,
                                                const RuntimeOptions& options) {
   const double started = now_seconds();
-  if (options.mode == Mode::kReplay) {
-    return error(Code::kUnimplemented, "mode replay is not available; use --mode exact");
-  }
   if (ops::kernels(options.backend).linear.empty()) {
     return error(Code::kUnimplemented,
                  "backend {} is not part of this build",

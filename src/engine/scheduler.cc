@@ -79,6 +79,7 @@ struct Scheduler::Sequence {
   std::unique_ptr<kvcache::SequenceCache> cache;  // while running
   std::string saved;                              // of a request preempted between output tokens
   int64_t cached_tokens = 0;
+  model::Replay replay;
 
   // What of it is in the prefix index: the key of the first `kept_pages` pages. `keeping` is false
   // once a page could not be kept.
@@ -109,7 +110,8 @@ Scheduler::Scheduler(Runtime& runtime, const EngineOptions& options)
       prefixes_({.page_tokens = runtime.layout().page_tokens,
                  .max_states = options.cached_states,
                  .state_ttl = static_cast<double>(options.state_ttl.count()),
-                 .root = runtime.cache_key()}) {
+                 .root = runtime.cache_key()}),
+      replay_(runtime.model(), runtime.options().mode) {
   stats_.queue_seconds = make_histogram();
   stats_.first_token_seconds = make_histogram();
   stats_.inter_token_seconds = make_histogram();
@@ -278,12 +280,66 @@ void Scheduler::admit() {
   }
 }
 
-bool Scheduler::fits(const Sequence& sequence, kvcache::PrefixIndex::Match& match) const {
+Scheduler::Prefix Scheduler::find_prefix(Sequence& sequence) {
+  // Log-probabilities of the prompt come from running it, through every layer.
+  if (sequence.request.prompt_logprobs) {
+    return {};
+  }
+  Prefix prefix{.replay = replay_.cold(sequence.prompt)};
+  if (!options_.prefix_cache) {
+    return prefix;
+  }
+  // At least one token is left to run, for its logits.
+  const std::span<const int32_t> tokens(sequence.tokens.data(), sequence.tokens.size() - 1);
+  const auto serves = [&](int64_t position, int64_t rows_from) {
+    return replay_.serves(sequence.prompt, position, rows_from);
+  };
+  kvcache::PrefixIndex::Match match = prefixes_.find(tokens, serves, now_seconds());
+  const int64_t page_tokens = runtime_.layout().page_tokens;
+  sequence.shared_prefix = static_cast<int64_t>(match.pages.size()) * page_tokens;
+  const model::Replay replay = replay_.from_rows(sequence.prompt, sequence.shared_prefix);
   const int64_t position = match.state.has_value() ? match.state->position : 0;
-  const int64_t shared = position / runtime_.layout().page_tokens;
-  // Matched pages that cannot be used may be given up.
-  match.pages.resize(static_cast<size_t>(shared));
-  int64_t promised = pages_for(sequence.most_positions()) - shared;
+  if (replay.encoder_from > position) {
+    // Even with the rows that run again, less is left to run than behind the state.
+    return {.length = sequence.shared_prefix, .pages = std::move(match.pages), .replay = replay};
+  }
+  if (match.state.has_value()) {
+    prefix.length = position;
+    prefix.pages = std::move(match.pages);
+    prefix.pages.resize(static_cast<size_t>(position / page_tokens));
+    if (match.state->tail) {
+      prefix.pages.push_back(match.state->tail);
+    }
+    prefix.state = match.state->state;
+    prefix.replay = replay_.from_state(sequence.prompt, position, match.state->decoder_from);
+  }
+  return prefix;
+}
+
+Status Scheduler::attach(Sequence& sequence, const Prefix& prefix) {
+  sequence.score.clear();
+  sequence.cached_tokens = prefix.length;
+  sequence.replay = prefix.replay;
+  if (prefix.length == 0) {
+    return {};
+  }
+  CACHALOT_RETURN_IF_ERROR(sequence.cache->adopt(prefix.pages, prefix.length));
+  int64_t from = prefix.replay.encoder_from;
+  if (prefix.state) {
+    CACHALOT_RETURN_IF_ERROR(sequence.cache->load_state(prefix.state));
+    from = prefix.length;
+  }
+  ops::SequenceView& view = sequence.cache->view();
+  view.length = from;
+  view.lookback = model::engram_lookback(
+      runtime_.model(), std::span<const int32_t>(sequence.tokens).first(static_cast<size_t>(from)));
+  stats_.replayed_tokens += static_cast<uint64_t>(prefix.length - from);
+  return {};
+}
+
+bool Scheduler::fits(const Sequence& sequence, const Prefix& prefix) const {
+  int64_t promised =
+      pages_for(sequence.most_positions()) - prefix.length / runtime_.layout().page_tokens;
   for (const auto& [rank, other] : running_) {
     promised += pages_missing(*other);
   }
@@ -292,21 +348,14 @@ bool Scheduler::fits(const Sequence& sequence, kvcache::PrefixIndex::Match& matc
 }
 
 Result<bool> Scheduler::start(Sequence& sequence) {
-  kvcache::PrefixIndex::Match match;
   const bool resumed = !sequence.saved.empty();
-  // Log-probabilities of the prompt come from running it.
-  if (options_.prefix_cache && !resumed && !sequence.request.prompt_logprobs) {
-    // At least one token is left to run, for its logits.
-    const std::span<const int32_t> prefix(sequence.tokens.data(), sequence.tokens.size() - 1);
-    match = prefixes_.find(prefix, [](int64_t, int64_t) { return true; }, now_seconds());
-  }
-  const int64_t matched = static_cast<int64_t>(match.pages.size());
-  const int64_t page_tokens = runtime_.layout().page_tokens;
-  if (!fits(sequence, match)) {
+  Prefix prefix = resumed ? Prefix() : find_prefix(sequence);
+  if (!fits(sequence, prefix)) {
     if (!running_.empty()) {
       return false;
     }
-    match = {};  // what the hit pins is what is missing
+    // What the hit pins is what is missing.
+    prefix = {.replay = replay_.cold(sequence.prompt)};
   }
   // A partly filled last page is copied, a preempted request brings all of its pages.
   make_room(resumed ? pages_for(sequence.most_positions()) : 1);
@@ -319,10 +368,7 @@ Result<bool> Scheduler::start(Sequence& sequence) {
   sequence.keeping = options_.prefix_cache;
   sequence.kept = prefixes_.root();
   sequence.kept_pages = 0;
-  sequence.cached_tokens = 0;
-  sequence.shared_prefix = matched * page_tokens;
-  Status status =
-      resumed ? sequence.cache->restore(sequence.saved) : attach_prefix(sequence, match);
+  Status status = resumed ? sequence.cache->restore(sequence.saved) : attach(sequence, prefix);
   if (!status.ok()) {
     sequence.cache.reset();
     return status;
@@ -334,28 +380,6 @@ Result<bool> Scheduler::start(Sequence& sequence) {
     record(stats_.queue_seconds, sequence.queue_seconds);
   }
   return true;
-}
-
-Status Scheduler::attach_prefix(Sequence& sequence, const kvcache::PrefixIndex::Match& match) {
-  sequence.score.clear();
-  if (!match.state.has_value()) {
-    return {};
-  }
-  const int64_t position = match.state->position, page_tokens = runtime_.layout().page_tokens;
-  std::vector<kvcache::PageRef> pages(match.pages.begin(),
-                                      match.pages.begin() + position / page_tokens);
-  if (match.state->tail) {
-    pages.push_back(match.state->tail);
-  }
-  CACHALOT_RETURN_IF_ERROR(sequence.cache->adopt(pages, position));
-  CACHALOT_RETURN_IF_ERROR(sequence.cache->load_state(match.state->state));
-  const std::span<const int32_t> tokens(sequence.tokens);
-  ops::SequenceView& view = sequence.cache->view();
-  view.length = position;
-  view.lookback =
-      model::engram_lookback(runtime_.model(), tokens.first(static_cast<size_t>(position)));
-  sequence.cached_tokens = position;
-  return {};
 }
 
 bool Scheduler::preempt_below(int64_t priority) {
@@ -408,7 +432,9 @@ int64_t Scheduler::next_stop(const Sequence& sequence) const {
   const int64_t page_tokens = runtime_.layout().page_tokens;
   // The same prompt again can go on after its last whole page at best.
   const int64_t last = (sequence.prompt - 1) / page_tokens;
-  for (int64_t pages = sequence.length() / page_tokens + 1; pages <= last; ++pages) {
+  // No earlier than behind what runs again: there the windows are full.
+  const int64_t from = std::max(sequence.length(), sequence.replay.stored);
+  for (int64_t pages = from / page_tokens + 1; pages <= last; ++pages) {
     if (keeps_state_after(pages) || pages == last ||
         pages * page_tokens == sequence.shared_prefix) {
       return pages * page_tokens;
@@ -474,7 +500,8 @@ void Scheduler::run_step(model::Observer* observer) {
                      .tokens = tokens.subspan(static_cast<size_t>(sequence->length()),
                                               static_cast<size_t>(sequence->rows)),
                      .all_logits = scored,
-                     .no_logits = !scored && end < static_cast<int64_t>(tokens.size())});
+                     .no_logits = !scored && end < static_cast<int64_t>(tokens.size()),
+                     .replay = sequence->replay});
     members.push_back(sequence.get());
   }
   const Status status = members.empty() ? Status() : run_batch(members, batch, observer);
@@ -492,7 +519,8 @@ Status Scheduler::run_batch(std::span<Sequence* const> members,
   CACHALOT_TRY(const TensorView logits, runner_->run(batch, observer));
   if (observer != nullptr) {
     CACHALOT_CHECK(members.size() == 1, members.size());
-    const auto start = static_cast<int32_t>(members[0]->length());
+    const auto start =
+        static_cast<int32_t>(std::max(members[0]->length(), members[0]->replay.decoder_from));
     observer->visit("logits", logits, {.row_begin = {}, .start = {&start, 1}});
   }
   std::vector<int32_t> accepted;
@@ -504,9 +532,12 @@ Status Scheduler::run_batch(std::span<Sequence* const> members,
   CACHALOT_RETURN_IF_ERROR(runner_->commit(accepted));
   int64_t row = 0;
   for (size_t i = 0; i < members.size(); ++i) {
-    const int64_t rows = batch[i].no_logits ? 0 : batch[i].all_logits ? accepted[i] : 1;
-    keep(*members[i]);
-    deliver(*members[i], logits, row, rows);
+    Sequence& sequence = *members[i];
+    const int64_t decoder_rows =
+        std::clamp<int64_t>(sequence.length() - sequence.replay.decoder_from, 0, sequence.rows);
+    const int64_t rows = batch[i].no_logits ? 0 : batch[i].all_logits ? decoder_rows : 1;
+    keep(sequence);
+    deliver(sequence, logits, row, rows);
     row += rows;
   }
   return {};
@@ -569,8 +600,10 @@ void Scheduler::keep(Sequence& sequence) {
         static_cast<size_t>(sequence.kept_pages * page_tokens), static_cast<size_t>(page_tokens));
     const kvcache::PageRef& own = sequence.cache->page(sequence.kept_pages);
     const kvcache::PageRef* const kept = prefixes_.keep_page(sequence.kept, page, own);
-    sequence.keeping = kept != nullptr;
-    if (kept != nullptr && !kept->same_page(own)) {
+    // An earlier page has the same bits, unless a replay in mode `replay` came before it.
+    const bool same = kept != nullptr && kept->same_page(own);
+    sequence.keeping = same || (kept != nullptr && runtime_.options().mode != Mode::kReplay);
+    if (sequence.keeping && !same) {
       sequence.cache->share_page(sequence.kept_pages, *kept);
     }
     sequence.kept = sequence.kept.then(page);
@@ -596,7 +629,7 @@ void Scheduler::keep_state(Sequence& sequence) {
        .tokens = tokens.subspan(static_cast<size_t>(whole),
                                 static_cast<size_t>(sequence.length() - whole)),
        .position = sequence.length(),
-       .decoder_from = 0,
+       .decoder_from = sequence.replay.decoder_from,
        .state = *state,
        .tail = sequence.length() > whole ? sequence.cache->page(sequence.kept_pages)
                                          : kvcache::PageRef()},

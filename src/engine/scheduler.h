@@ -22,6 +22,7 @@
 
 #include "engine/engine.h"
 #include "engine/output.h"
+#include "engine/replay.h"
 #include "engine/runtime.h"
 #include "kvcache/prefix_index.h"
 #include "model/observer.h"
@@ -63,12 +64,20 @@ class Scheduler {
 
   void end_expired();
   void admit();
-  // Whether the worst case fits beside what is promised to others. Reduces the match to the pages
-  // that its state can use.
-  bool fits(const Sequence& sequence, kvcache::PrefixIndex::Match& match) const;
+  // What a request goes on from: the compressed rows of [0, length), and the window state there or
+  // a replay that rebuilds it.
+  struct Prefix {
+    int64_t length = 0;
+    std::vector<kvcache::PageRef> pages;
+    kvcache::PageRef state;
+    model::Replay replay;
+  };
+  Prefix find_prefix(Sequence& sequence);
+  Status attach(Sequence& sequence, const Prefix& prefix);
+  // Whether the worst case fits beside what is promised to others.
+  bool fits(const Sequence& sequence, const Prefix& prefix) const;
   // False: there is no room now.
   Result<bool> start(Sequence& sequence);
-  Status attach_prefix(Sequence& sequence, const kvcache::PrefixIndex::Match& match);
   bool preempt_below(int64_t priority);
   // Pages that a request can still need.
   int64_t pages_missing(const Sequence& sequence) const;
@@ -98,6 +107,7 @@ class Scheduler {
   EngineOptions options_;
   std::unique_ptr<model::StepRunner> runner_;
   kvcache::PrefixIndex prefixes_;
+  ReplayPolicy replay_;
   std::map<Rank, SequencePtr> waiting_;
   std::map<Rank, SequencePtr> running_;
   uint64_t arrivals_ = 0;

@@ -248,9 +248,7 @@ TEST_F(GeneratorTest, StopIdsStopStringsAndEos) {
   EXPECT_EQ((*cut)[0].text, text.substr(0, text.find(request.stop[0])));
 }
 
-TEST_F(GeneratorTest, UnavailableOptionsSaySo) {
-  EXPECT_EQ(Runtime::open(directory(), {.mode = Mode::kReplay}).error().code(),
-            Code::kUnimplemented);
+TEST_F(GeneratorTest, MissingCheckpointsSaySo) {
   EXPECT_EQ(Runtime::open("/nonexistent", {}).error().code(), Code::kNotFound);
 }
 

@@ -103,23 +103,48 @@ std::vector<int32_t> joined(std::vector<int32_t> a, const std::vector<int32_t>& 
   return a;
 }
 
-class SchedulerTest : public T1Fixture {
+class SchedulerTest : public T1Fixture, public testing::WithParamInterface<Mode> {
  protected:
-  // The definition: alone, in one chunk, no cache.
-  static Answer alone(Runtime& runtime, EngineRequest r) {
-    Bench bench(runtime, {.chunk = 4096, .max_running = 1, .prefix_cache = false});
+  static void TearDownTestSuite() {
+    exact_.reset();
+    T1Fixture::TearDownTestSuite();
+  }
+
+  static std::unique_ptr<Runtime> open(RuntimeOptions options = {}) {
+    options.mode = GetParam();
+    return T1Fixture::open(options);
+  }
+  static bool exact() { return GetParam() == Mode::kExact; }
+
+  // The definition: alone, in one chunk, through every layer, no cache.
+  static Answer alone(EngineRequest r) {
+    if (exact_ == nullptr) {
+      exact_ = T1Fixture::open();
+    }
+    Bench bench(*exact_, {.chunk = 4096, .max_running = 1, .prefix_cache = false});
     const Answer answer = bench.run(std::move(r));
     EXPECT_TRUE(answer.done) << answer.status.message();
     return answer;
   }
+
+ private:
+  static inline std::unique_ptr<Runtime> exact_;
 };
 
-TEST_F(SchedulerTest, AnyBatchAndAnyChunkGivesTheSame) {
+// Both modes that promise the bits of a cold run through every layer.
+INSTANTIATE_TEST_SUITE_P(Modes,
+                         SchedulerTest,
+                         testing::Values(Mode::kExact, Mode::kHalo),
+                         [](const auto& mode) {
+                           return mode.param == Mode::kExact ? "exact" : "halo";
+                         });
+
+TEST_P(SchedulerTest, AnyBatchAndAnyChunkGivesTheSame) {
   const auto runtime = open();
   const std::vector<int64_t> lengths = {1, 2, 15, 16, 17, 40, 33, 5};
   std::vector<Answer> expected;
   for (int64_t length : lengths) {
-    expected.push_back(alone(*runtime, request(tokens(length, static_cast<uint64_t>(length)))));
+    expected.push_back(alone(request(tokens(length, static_cast<uint64_t>(length)))));
   }
   for (bool cache : {false, true}) {
     for (int64_t chunk : {1, 3, 16, 100}) {
@@ -139,20 +164,23 @@ TEST_F(SchedulerTest, AnyBatchAndAnyChunkGivesTheSame) {
 }
 
 // the same prompt again gives the same; only tokens that were read count as cached.
-TEST_F(SchedulerTest, A20_A25_TheSamePromptAgain) {
+TEST_P(SchedulerTest, A20_A25_TheSamePromptAgain) {
   const auto runtime = open();
   for (int64_t length : {1, 15, 16, 17, 24, 32, 33, 48, 100}) {
     const std::vector<int32_t> prompt = tokens(length);
-    const Answer expected = alone(*runtime, request(prompt));
+    const Answer expected = alone(request(prompt));
     Bench bench(*runtime, {});
     const Answer first = bench.run(request(prompt)), second = bench.run(request(prompt)),
                  third = bench.run(request(prompt));
     EXPECT_TRUE(first.same(expected) && second.same(expected) && third.same(expected)) << length;
     EXPECT_EQ(first.cached, 0);
-    EXPECT_EQ(second.cached, (length - 1) / kPage * kPage) << length;
+    EXPECT_LT(second.cached, length);
+    if (exact()) {
+      EXPECT_EQ(second.cached, (length - 1) / kPage * kPage) << length;
+    }
     EXPECT_EQ(third.cached, second.cached);
     const std::vector<int32_t> longer = joined(prompt, tokens(5, 9));
-    const Answer cold = alone(*runtime, request(longer));
+    const Answer cold = alone(request(longer));
     const Answer hit = bench.run(request(longer));
     EXPECT_TRUE(hit.same(cold)) << length;
     EXPECT_EQ(hit.cached, length);
@@ -160,44 +188,48 @@ TEST_F(SchedulerTest, A20_A25_TheSamePromptAgain) {
 }
 
 // a hit never covers the whole prompt.
-TEST_F(SchedulerTest, A23_AtLeastOneTokenRuns) {
+TEST_P(SchedulerTest, A23_AtLeastOneTokenRuns) {
   const auto runtime = open();
   for (int64_t length : {kPage, 2 * kPage, 4 * kPage}) {
-    const Answer expected = alone(*runtime, request(tokens(length)));
+    const Answer expected = alone(request(tokens(length)));
     Bench bench(*runtime, {});
     bench.run(request(tokens(length)));
     const Answer again = bench.run(request(tokens(length)));
     EXPECT_TRUE(again.same(expected));
     EXPECT_LT(again.cached, length);
-    EXPECT_GE(again.cached, length - kPage);
+    if (exact()) {
+      EXPECT_GE(again.cached, length - kPage);
+    }
   }
 }
 
 // a shared prefix is found at the documented granularity: two pages up to sixteen pages.
-TEST_F(SchedulerTest, A24_SharedPrefixesAreFoundAtTheirGranularity) {
+TEST_P(SchedulerTest, A24_SharedPrefixesAreFoundAtTheirGranularity) {
   const auto runtime = open();
   for (int64_t pages : {1, 2, 3, 4, 8, 15}) {
     const std::vector<int32_t> shared = tokens(pages * kPage);
     Bench bench(*runtime, {});
     bench.run(request(joined(shared, tokens(90, 2))));
     const EngineRequest other = request(joined(shared, tokens(40, 3)));
-    const Answer expected = alone(*runtime, request(other.prompt));
+    const Answer expected = alone(request(other.prompt));
     const Answer hit = bench.run(request(other.prompt));
     EXPECT_TRUE(hit.same(expected)) << pages;
-    EXPECT_EQ(hit.cached, pages / 2 * 2 * kPage) << pages;
+    EXPECT_GE(hit.cached, pages / 2 * 2 * kPage) << pages;
+    EXPECT_LE(hit.cached, pages * kPage) << pages;
     // The end of what both share has become a place to go on from.
     const Answer third = bench.run(request(joined(shared, tokens(40, 4))));
     EXPECT_EQ(third.cached, pages * kPage) << pages;
+    EXPECT_TRUE(third.same(alone(request(joined(shared, tokens(40, 4))))));
   }
 }
 
 // The next turn of a conversation finds the whole last one, output included.
-TEST_F(SchedulerTest, ConversationsGoOnWhereTheyEnded) {
+TEST_P(SchedulerTest, ConversationsGoOnWhereTheyEnded) {
   const auto runtime = open();
   Bench bench(*runtime, {});
   std::vector<int32_t> history = tokens(21);
   for (uint64_t turn = 0; turn < 4; ++turn) {
-    const Answer expected = alone(*runtime, request(history, 9));
+    const Answer expected = alone(request(history, 9));
     const Answer answer = bench.run(request(history, 9));
     EXPECT_TRUE(answer.same(expected)) << turn;
     if (turn > 0) {
@@ -209,7 +241,7 @@ TEST_F(SchedulerTest, ConversationsGoOnWhereTheyEnded) {
 }
 
 // Two requests that went on from one state do not see each other's rows.
-TEST_F(SchedulerTest, BranchesOfOneStateAreApart) {
+TEST_P(SchedulerTest, BranchesOfOneStateAreApart) {
   const auto runtime = open();
   Bench bench(*runtime, {});
   const std::vector<int32_t> base = tokens(21);
@@ -218,7 +250,7 @@ TEST_F(SchedulerTest, BranchesOfOneStateAreApart) {
   std::vector<Answer> expected;
   for (uint64_t i = 0; i < 4; ++i) {
     const std::vector<int32_t> prompt = joined(base, tokens(30, 100 + i));
-    expected.push_back(alone(*runtime, request(prompt, 20)));
+    expected.push_back(alone(request(prompt, 20)));
     ids.push_back(bench.add(request(prompt, 20)));
   }
   bench.finish();
@@ -229,7 +261,7 @@ TEST_F(SchedulerTest, BranchesOfOneStateAreApart) {
 }
 
 // A pool far smaller than the traffic: pages are evicted and reused, results stay.
-TEST_F(SchedulerTest, EvictionChangesNothing) {
+TEST_P(SchedulerTest, EvictionChangesNothing) {
   const auto small = open({.max_cached_tokens = 10 * kPage});
   Bench bench(*small, {.chunk = 40, .max_running = 3});
   std::vector<RequestId> ids;
@@ -237,7 +269,7 @@ TEST_F(SchedulerTest, EvictionChangesNothing) {
   for (uint64_t i = 0; i < 24; ++i) {
     const std::vector<int32_t> prompt =
         joined(tokens(33, 1 + i % 3), tokens(10 + static_cast<int64_t>(i), 50 + i));
-    expected.push_back(alone(*small, request(prompt)));
+    expected.push_back(alone(request(prompt)));
     ids.push_back(bench.add(request(prompt)));
   }
   bench.finish();
@@ -247,17 +279,19 @@ TEST_F(SchedulerTest, EvictionChangesNothing) {
   }
   const EngineStats stats = bench.scheduler().stats();
   EXPECT_GT(stats.evictions, 0u);
-  EXPECT_GT(stats.cached_tokens, 0u);
+  if (exact()) {
+    EXPECT_GT(stats.cached_tokens, 0u);
+  }
   EXPECT_EQ(stats.requests_finished, 24u);
   EXPECT_EQ(bench.pool("main").in_use, 0);
   EXPECT_EQ(bench.pool("window").in_use, 0);
 }
 
 // admission charges what is held at worst, so a prompt nearly as large as the pool runs.
-TEST_F(SchedulerTest, A30_ALargePromptRunsInATightPool) {
+TEST_P(SchedulerTest, A30_ALargePromptRunsInATightPool) {
   const auto runtime = open({.max_cached_tokens = 12 * kPage});
   const int64_t length = 10 * kPage - 4;
-  const Answer expected = alone(*runtime, request(tokens(length)));
+  const Answer expected = alone(request(tokens(length)));
   Bench bench(*runtime, {.chunk = length});
   const RequestId first = bench.add(request(tokens(length))),
                   second = bench.add(request(tokens(length, 2)));
@@ -272,7 +306,7 @@ TEST_F(SchedulerTest, A30_ALargePromptRunsInATightPool) {
 }
 
 // a cancelled request holds nothing, wherever it was.
-TEST_F(SchedulerTest, A31_CancelFreesEverythingAtOnce) {
+TEST_P(SchedulerTest, A31_CancelFreesEverythingAtOnce) {
   const auto runtime = open();
   Bench bench(*runtime, {.chunk = 20, .max_running = 2});
   const RequestId decoding = bench.add(request(tokens(5), 2000));
@@ -295,14 +329,14 @@ TEST_F(SchedulerTest, A31_CancelFreesEverythingAtOnce) {
   EXPECT_TRUE(bench.scheduler().idle());
   EXPECT_EQ(bench.scheduler().stats().requests_cancelled, 3u);
   const Answer after = bench.run(request(tokens(200, 2)));
-  EXPECT_TRUE(after.same(alone(*runtime, request(tokens(200, 2)))));
+  EXPECT_TRUE(after.same(alone(request(tokens(200, 2)))));
 }
 
-TEST_F(SchedulerTest, PreemptionChangesNoResult) {
+TEST_P(SchedulerTest, PreemptionChangesNoResult) {
   const auto runtime = open();
   // Preempted at every point: while its prompt runs and between output tokens.
-  const Answer expected = alone(*runtime, request(tokens(37), 8));
-  const Answer urgent_expected = alone(*runtime, request(tokens(9, 5)));
+  const Answer expected = alone(request(tokens(37), 8));
+  const Answer urgent_expected = alone(request(tokens(9, 5)));
   for (int steps = 0; steps < 14; ++steps) {
     Bench bench(*runtime, {.chunk = 8, .max_running = 1});
     const RequestId low = bench.add(request(tokens(37), 8));
@@ -325,9 +359,9 @@ TEST_F(SchedulerTest, PreemptionChangesNoResult) {
 }
 
 // Memory, too, is a reason to preempt.
-TEST_F(SchedulerTest, AHigherPriorityTakesThePagesOfALowerOne) {
+TEST_P(SchedulerTest, AHigherPriorityTakesThePagesOfALowerOne) {
   const auto runtime = open({.max_cached_tokens = 8 * kPage});
-  const Answer low_expected = alone(*runtime, request(tokens(70), 20));
+  const Answer low_expected = alone(request(tokens(70), 20));
   Bench bench(*runtime, {.max_running = 4});
   const RequestId low = bench.add(request(tokens(70), 20));
   for (int i = 0; i < 5; ++i) {
@@ -347,7 +381,7 @@ TEST_F(SchedulerTest, AHigherPriorityTakesThePagesOfALowerOne) {
   EXPECT_EQ(bench.scheduler().stats().preemptions, 1u);
 }
 
-TEST_F(SchedulerTest, PrioritiesAndArrivalOrderTheQueue) {
+TEST_P(SchedulerTest, PrioritiesAndArrivalOrderTheQueue) {
   const auto runtime = open();
   Bench bench(*runtime, {.max_running = 1});
   std::vector<RequestId> ids;
@@ -370,7 +404,7 @@ TEST_F(SchedulerTest, PrioritiesAndArrivalOrderTheQueue) {
 
 // A short prompt does not wait for a long one, and a long one goes on beside a stream of short
 // ones.
-TEST_F(SchedulerTest, LongAndShortPromptsShareTheChunk) {
+TEST_P(SchedulerTest, LongAndShortPromptsShareTheChunk) {
   const auto runtime = open();
   Bench bench(*runtime, {.chunk = 16, .max_running = 8, .prefix_cache = false});
   const RequestId long_one = bench.add(request(tokens(320), 2));
@@ -388,7 +422,7 @@ TEST_F(SchedulerTest, LongAndShortPromptsShareTheChunk) {
 }
 
 // Decoding requests get their row in every step, whatever prompts wait.
-TEST_F(SchedulerTest, DecodingGoesOnBesidePrompts) {
+TEST_P(SchedulerTest, DecodingGoesOnBesidePrompts) {
   const auto runtime = open();
   Bench bench(*runtime, {.chunk = 4, .max_running = 8});
   const RequestId decoding = bench.add(request(tokens(4), 40));
@@ -401,7 +435,7 @@ TEST_F(SchedulerTest, DecodingGoesOnBesidePrompts) {
   }
 }
 
-TEST_F(SchedulerTest, DeadlinesEndRequestsWhereverTheyAre) {
+TEST_P(SchedulerTest, DeadlinesEndRequestsWhereverTheyAre) {
   const auto runtime = open();
   Bench bench(*runtime, {.max_running = 1});
   EngineRequest slow = request(tokens(4), 100000);
@@ -418,11 +452,11 @@ TEST_F(SchedulerTest, DeadlinesEndRequestsWhereverTheyAre) {
   EXPECT_EQ(bench.scheduler().stats().requests_failed, 2u);
 }
 
-TEST_F(SchedulerTest, PromptLogprobsAreThoseOfAScore) {
+TEST_P(SchedulerTest, PromptLogprobsAreThoseOfAScore) {
   const auto runtime = open();
   EngineRequest r = request(tokens(40));
   r.prompt_logprobs = true;
-  const Answer expected = alone(*runtime, std::move(r));
+  const Answer expected = alone(std::move(r));
   ASSERT_EQ(expected.prompt.size(), 40u);
   EXPECT_FALSE(expected.prompt[0].has_value());
   Bench bench(*runtime, {.chunk = 7});
@@ -438,7 +472,7 @@ TEST_F(SchedulerTest, PromptLogprobsAreThoseOfAScore) {
   EXPECT_EQ(bench.scheduler().check(request(tokens(4), 0)).code(), Code::kInvalidArgument);
 }
 
-TEST_F(SchedulerTest, TheContextBoundsTheOutput) {
+TEST_P(SchedulerTest, TheContextBoundsTheOutput) {
   const auto runtime = open();
   Bench bench(*runtime, {.max_context = 20});
   const Answer answer = bench.run(request(tokens(17), 100));
@@ -455,7 +489,7 @@ TEST_F(SchedulerTest, TheContextBoundsTheOutput) {
 }
 
 // the same files with other weights find nothing of the first ones' caches.
-TEST_F(SchedulerTest, A27_CacheKeysTellWeightsApart) {
+TEST_P(SchedulerTest, A27_CacheKeysTellWeightsApart) {
   test::TempDirectory other;
   write_checkpoint(other, 5);
   const auto first = open(), again = open(), exact32 = open({.precision = model::Precision::kF32});
@@ -486,7 +520,7 @@ class EvenIds : public TokenConstraint {
   uint32_t word_;
 };
 
-TEST_F(SchedulerTest, ConstraintsNarrowTheDraw) {
+TEST_P(SchedulerTest, ConstraintsNarrowTheDraw) {
   const auto runtime = open();
   Bench bench(*runtime, {});
   for (float temperature : {0.0f, 1.0f}) {
@@ -506,9 +540,9 @@ TEST_F(SchedulerTest, ConstraintsNarrowTheDraw) {
   EXPECT_EQ(bench.run(std::move(none)).status.code(), Code::kFailedPrecondition);
 }
 
-TEST_F(SchedulerTest, StopStringsAreNamed) {
+TEST_P(SchedulerTest, StopStringsAreNamed) {
   const auto runtime = open();
-  const Answer free = alone(*runtime, request(tokens(6), 30));
+  const Answer free = alone(request(tokens(6), 30));
   ASSERT_GT(free.text.size(), 8u);
   EngineRequest r = request(tokens(6), 30);
   r.stop = {"no such text at all", free.text.substr(5, 2)};
@@ -517,6 +551,73 @@ TEST_F(SchedulerTest, StopStringsAreNamed) {
   const Answer answer = bench.run(std::move(r));
   EXPECT_EQ(answer.reason, StopReason::kStopString);
   EXPECT_EQ(answer.text, expected);
+}
+
+// Mode replay: a hit is another approximation than a cold run, but all else holds.
+class ReplayModeTest : public T1Fixture {
+ protected:
+  static std::unique_ptr<Runtime> open() { return T1Fixture::open({.mode = Mode::kReplay}); }
+};
+
+TEST_F(ReplayModeTest, AnyBatchAndAnyChunkGivesTheSame) {
+  const auto runtime = open();
+  const std::vector<int64_t> lengths = {1, 8, 9, 17, 40, 33};
+  std::vector<Answer> expected;
+  for (int64_t length : lengths) {
+    Bench bench(*runtime, {.chunk = 4096, .max_running = 1, .prefix_cache = false});
+    expected.push_back(bench.run(request(tokens(length, static_cast<uint64_t>(length)))));
+  }
+  for (int64_t chunk : {1, 3, 16, 100}) {
+    Bench bench(*runtime, {.chunk = chunk, .prefix_cache = false});
+    std::vector<RequestId> ids;
+    for (int64_t length : lengths) {
+      ids.push_back(bench.add(request(tokens(length, static_cast<uint64_t>(length)))));
+    }
+    bench.finish();
+    for (size_t i = 0; i < ids.size(); ++i) {
+      EXPECT_TRUE(bench.answer(ids[i]).same(expected[i])) << lengths[i] << " chunk " << chunk;
+    }
+  }
+}
+
+// in mode replay: hits longer than the window are adopted, whatever is there of states,
+// and the same hit gives the same.
+TEST_F(ReplayModeTest, A20_A21_TheSameHitGivesTheSame) {
+  const auto runtime = open();
+  for (int64_t states : {0, 100}) {
+    for (int64_t length : {17, 24, 33, 48, 100}) {
+      Bench bench(*runtime, {.cached_states = states});
+      const Answer first = bench.run(request(tokens(length))),
+                   second = bench.run(request(tokens(length))),
+                   third = bench.run(request(tokens(length)));
+      EXPECT_EQ(first.cached, 0);
+      EXPECT_EQ(second.cached, (length - 1) / kPage * kPage) << length << " " << states;
+      EXPECT_TRUE(second.same(third)) << length << " " << states;
+      EXPECT_EQ(third.cached, second.cached);
+    }
+  }
+  // Pages are longer than the window here; a prompt that ends within it finds nothing.
+  Bench bench(*runtime, {});
+  const Answer cold = bench.run(request(tokens(8)));
+  EXPECT_TRUE(bench.run(request(tokens(8))).same(cold));
+}
+
+TEST_F(ReplayModeTest, PreemptionChangesNoResult) {
+  const auto runtime = open();
+  Bench reference(*runtime, {.prefix_cache = false});
+  const Answer expected = reference.run(request(tokens(37), 8));
+  for (int steps = 1; steps < 12; ++steps) {
+    Bench bench(*runtime, {.chunk = 8, .max_running = 1, .prefix_cache = false});
+    const RequestId low = bench.add(request(tokens(37), 8));
+    for (int i = 0; i < steps; ++i) {
+      bench.scheduler().step();
+    }
+    EngineRequest urgent = request(tokens(9, 5));
+    urgent.priority = 1;
+    bench.add(std::move(urgent));
+    bench.finish();
+    EXPECT_TRUE(bench.answer(low).same(expected)) << steps;
+  }
 }
 
 }  // namespace
