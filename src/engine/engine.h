@@ -17,6 +17,7 @@
 #include "base/status.h"
 #include "engine/runtime.h"
 #include "engine/sampler.h"
+#include "kvcache/tiers.h"
 
 namespace cachalot::engine {
 
@@ -120,6 +121,7 @@ struct EngineStats {
   uint64_t evictions = 0;
   int64_t last_batch_rows = 0;  // rows of the last step
   std::vector<PoolStats> pools;
+  std::vector<kvcache::TierStats> tiers;
   Histogram queue_seconds;
   Histogram first_token_seconds;
   Histogram inter_token_seconds;
@@ -134,6 +136,7 @@ struct EngineOptions {
   // Window states kept for prefixes of earlier requests, beside those of running ones.
   int64_t cached_states = 256;
   std::chrono::seconds state_ttl{300};  // since the last use
+  kvcache::TierOptions tiers;           // stores behind the page pools
 };
 
 class Engine {

@@ -45,6 +45,12 @@ std::span<const float> logits_row(const TensorView& logits, int64_t row) {
   return {logits.as<float>() + row * logits.dim(1), static_cast<size_t>(logits.dim(1))};
 }
 
+std::span<const int32_t> page_of(std::span<const int32_t> tokens,
+                                 int64_t index,
+                                 int64_t page_tokens) {
+  return tokens.subspan(static_cast<size_t>(index * page_tokens), static_cast<size_t>(page_tokens));
+}
+
 }  // namespace
 
 struct Scheduler::Sequence {
@@ -80,6 +86,8 @@ struct Scheduler::Sequence {
   std::string saved;                              // of a request preempted between output tokens
   int64_t cached_tokens = 0;
   model::Replay replay;
+  std::shared_ptr<const kvcache::Tiers::Load> load;  // of its prefix, until it was absorbed
+  int64_t loaded_from = 0;                           // the first page that it looks for
 
   // What of it is in the prefix index: the key of the first `kept_pages` pages. `keeping` is false
   // once a page could not be kept.
@@ -135,6 +143,9 @@ Result<std::unique_ptr<Scheduler>> Scheduler::create(Runtime& runtime,
   resolved.max_context = options.max_context == 0 ? context : options.max_context;
   std::unique_ptr<Scheduler> scheduler(new Scheduler(runtime, resolved));
   CACHALOT_TRY(scheduler->runner_, runtime.make_runner());
+  if (options.tiers.any() && options.prefix_cache) {
+    CACHALOT_TRY(scheduler->tiers_, kvcache::Tiers::open(runtime.layout(), options.tiers));
+  }
   return scheduler;
 }
 
@@ -188,6 +199,9 @@ void Scheduler::add(RequestId id, EngineRequest request, EventSink sink) {
                                              max_tokens,
                                              runtime_.tokenizer(),
                                              runtime_.model().config.eos_token_id);
+  if (tiers_ != nullptr && !sequence->request.prompt_logprobs) {
+    read_ahead(*sequence);
+  }
   waiting_.emplace(rank, std::move(sequence));
 }
 
@@ -349,6 +363,13 @@ bool Scheduler::fits(const Sequence& sequence, const Prefix& prefix) const {
 
 Result<bool> Scheduler::start(Sequence& sequence) {
   const bool resumed = !sequence.saved.empty();
+  if (sequence.load != nullptr) {
+    if (!sequence.load->ready() && !running_.empty()) {
+      return false;
+    }
+    CACHALOT_RETURN_IF_ERROR(absorb(sequence.load->wait(), sequence.loaded_from));
+    sequence.load.reset();
+  }
   Prefix prefix = resumed ? Prefix() : find_prefix(sequence);
   if (!fits(sequence, prefix)) {
     if (!running_.empty()) {
@@ -357,6 +378,7 @@ Result<bool> Scheduler::start(Sequence& sequence) {
     // What the hit pins is what is missing.
     prefix = {.replay = replay_.cold(sequence.prompt)};
   }
+  const int64_t page_tokens = runtime_.layout().page_tokens;
   // A partly filled last page is copied, a preempted request brings all of its pages.
   make_room(resumed ? pages_for(sequence.most_positions()) : 1);
   Result<std::unique_ptr<kvcache::SequenceCache>> cache = runtime_.make_cache();
@@ -368,6 +390,9 @@ Result<bool> Scheduler::start(Sequence& sequence) {
   sequence.keeping = options_.prefix_cache;
   sequence.kept = prefixes_.root();
   sequence.kept_pages = 0;
+  for (; (sequence.kept_pages + 1) * page_tokens <= prefix.length; ++sequence.kept_pages) {
+    sequence.kept = sequence.kept.then(page_of(sequence.tokens, sequence.kept_pages, page_tokens));
+  }
   Status status = resumed ? sequence.cache->restore(sequence.saved) : attach(sequence, prefix);
   if (!status.ok()) {
     sequence.cache.reset();
@@ -594,16 +619,17 @@ void Scheduler::deliver(Sequence& sequence,
 
 void Scheduler::keep(Sequence& sequence) {
   const int64_t page_tokens = runtime_.layout().page_tokens;
-  const std::span<const int32_t> tokens(sequence.tokens);
   while (sequence.keeping && (sequence.kept_pages + 1) * page_tokens <= sequence.length()) {
-    const std::span<const int32_t> page = tokens.subspan(
-        static_cast<size_t>(sequence.kept_pages * page_tokens), static_cast<size_t>(page_tokens));
+    const std::span<const int32_t> page =
+        page_of(sequence.tokens, sequence.kept_pages, page_tokens);
     const kvcache::PageRef& own = sequence.cache->page(sequence.kept_pages);
     const kvcache::PageRef* const kept = prefixes_.keep_page(sequence.kept, page, own);
     // An earlier page has the same bits, unless a replay in mode `replay` came before it.
     const bool same = kept != nullptr && kept->same_page(own);
     sequence.keeping = same || (kept != nullptr && runtime_.options().mode != Mode::kReplay);
-    if (sequence.keeping && !same) {
+    if (same) {
+      store(kvcache::ObjectKind::kPage, sequence.kept, page, sequence, own);
+    } else if (sequence.keeping) {
       sequence.cache->share_page(sequence.kept_pages, *kept);
     }
     sequence.kept = sequence.kept.then(page);
@@ -623,6 +649,9 @@ void Scheduler::keep_state(Sequence& sequence) {
     return;  // no memory to spare; nothing depends on it
   }
   const int64_t whole = sequence.kept_pages * runtime_.layout().page_tokens;
+  if (sequence.length() == whole && tiers_ != nullptr && tiers_->keeps_states()) {
+    store(kvcache::ObjectKind::kState, sequence.kept, {}, sequence, *state);
+  }
   const std::span<const int32_t> tokens(sequence.tokens);
   prefixes_.keep_state(
       {.parent = sequence.kept,
@@ -636,11 +665,87 @@ void Scheduler::keep_state(Sequence& sequence) {
       now_seconds());
 }
 
+void Scheduler::store(kvcache::ObjectKind kind,
+                      const kvcache::PrefixKey& parent,
+                      std::span<const int32_t> tokens,
+                      const Sequence& sequence,
+                      const kvcache::PageRef& content) {
+  if (tiers_ == nullptr) {
+    return;
+  }
+  const kvcache::CacheLayout& layout = runtime_.layout();
+  std::vector<uint8_t> bytes(static_cast<size_t>(
+      kind == kvcache::ObjectKind::kPage ? layout.page_bytes() : layout.state_bytes()));
+  const Status status = runtime_.pages().memory().read(
+      bytes.data(), content.data(), static_cast<int64_t>(bytes.size()), nullptr);
+  if (status.ok()) {
+    tiers_->put(
+        {.kind = kind,
+         .parent = parent,
+         .tokens = tokens,
+         .decoder_from = kind == kvcache::ObjectKind::kState ? sequence.replay.decoder_from : 0,
+         .first = bytes,
+         .second = {}});
+  }
+}
+
+void Scheduler::read_ahead(Sequence& sequence) {
+  const int64_t page_tokens = runtime_.layout().page_tokens;
+  const std::span<const int32_t> tokens(sequence.tokens.data(), sequence.tokens.size() - 1);
+  const auto none = [](int64_t, int64_t) { return false; };
+  const auto known = static_cast<int64_t>(prefixes_.find(tokens, none, now_seconds()).pages.size());
+  kvcache::PrefixKey key = prefixes_.root();
+  for (int64_t i = 0; i < known; ++i) {
+    key = key.then(page_of(tokens, i, page_tokens));
+  }
+  const std::span<const int32_t> rest = tokens.subspan(static_cast<size_t>(known * page_tokens));
+  if (static_cast<int64_t>(rest.size()) >= page_tokens) {
+    sequence.loaded_from = known;
+    sequence.load = tiers_->load(key, {rest.begin(), rest.end()});
+  }
+}
+
+Status Scheduler::absorb(const kvcache::Tiers::Loaded& loaded, int64_t first_page) {
+  int64_t pages = first_page;
+  for (const kvcache::Tiers::Loaded::Item& item : loaded.items) {
+    const kvcache::Object& object = item.object;
+    const bool is_page = object.kind == kvcache::ObjectKind::kPage;
+    kvcache::PagePool& pool = is_page ? runtime_.pages() : runtime_.states();
+    if (is_page) {
+      make_room(1);
+    }
+    const Result<kvcache::PageRef> target = pool.take();
+    if (!target.ok()) {
+      return {};  // the rest runs as if it had not been found
+    }
+    CACHALOT_RETURN_IF_ERROR(pool.memory().write(
+        target->data(), object.first.data(), static_cast<int64_t>(object.first.size()), nullptr));
+    if (is_page) {
+      if (prefixes_.keep_page(object.parent, object.tokens, *target) == nullptr) {
+        return {};
+      }
+      ++pages;
+    } else {
+      prefixes_.keep_state({.parent = object.parent,
+                            .tokens = {},
+                            .position = pages * runtime_.layout().page_tokens,
+                            .decoder_from = object.decoder_from,
+                            .state = *target,
+                            .tail = {}},
+                           now_seconds());
+    }
+  }
+  return {};
+}
+
 EngineStats Scheduler::stats() const {
   EngineStats stats = stats_;
   stats.running = static_cast<int64_t>(running_.size());
   stats.waiting = waiting();
   stats.evictions = prefixes_.evictions();
+  if (tiers_ != nullptr) {
+    stats.tiers = tiers_->stats();
+  }
   const auto pool = [&](const char* name, const kvcache::PagePool& pages, int64_t total) {
     stats.pools.push_back({.name = name,
                            .in_use = pages.pages_in_use(),

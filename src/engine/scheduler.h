@@ -76,8 +76,18 @@ class Scheduler {
   Status attach(Sequence& sequence, const Prefix& prefix);
   // Whether the worst case fits beside what is promised to others.
   bool fits(const Sequence& sequence, const Prefix& prefix) const;
-  // False: there is no room now.
+  // False: there is no room now, or its prefix is still being read.
   Result<bool> start(Sequence& sequence);
+  // Starts to read what the stores have of the prompt and the page pool has not.
+  void read_ahead(Sequence& sequence);
+  // Takes what was read, from the prompt's page `first_page` on, into the pools, as far as there is
+  // room.
+  Status absorb(const kvcache::Tiers::Loaded& loaded, int64_t first_page);
+  void store(kvcache::ObjectKind kind,
+             const kvcache::PrefixKey& parent,
+             std::span<const int32_t> tokens,
+             const Sequence& sequence,
+             const kvcache::PageRef& content);
   bool preempt_below(int64_t priority);
   // Pages that a request can still need.
   int64_t pages_missing(const Sequence& sequence) const;
@@ -108,6 +118,7 @@ class Scheduler {
   std::unique_ptr<model::StepRunner> runner_;
   kvcache::PrefixIndex prefixes_;
   ReplayPolicy replay_;
+  std::unique_ptr<kvcache::Tiers> tiers_;  // null: none
   std::map<Rank, SequencePtr> waiting_;
   std::map<Rank, SequencePtr> running_;
   uint64_t arrivals_ = 0;

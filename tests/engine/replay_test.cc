@@ -83,8 +83,8 @@ class ReplayTest : public T1Fixture {
   std::unique_ptr<model::StepRunner> runner_;
 };
 
-// The decoder over a halo of rows gives the bits of the decoder over all rows; over the window alone
-// it does not.
+// The decoder over a halo of rows gives the bits of the decoder over all rows; over the window
+// alone it does not.
 TEST_F(ReplayTest, TheDecoderHaloIsExact) {
   const std::vector<int32_t> next = tokens(12, 77);
   bool shorter_differs = false;
