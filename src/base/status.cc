@@ -22,6 +22,10 @@ std::string_view code_name(Code code) {
       return "data loss";
     case Code::kUnavailable:
       return "unavailable";
+    case Code::kCancelled:
+      return "cancelled";
+    case Code::kDeadlineExceeded:
+      return "deadline exceeded";
     case Code::kInternal:
       return "internal";
   }

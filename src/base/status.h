@@ -26,6 +26,8 @@ enum class Code {
   kUnimplemented,       // no kernel or feature covers this request
   kDataLoss,            // stored bytes are damaged
   kUnavailable,         // an outside service or file cannot be reached now
+  kCancelled,           // the caller withdrew the request
+  kDeadlineExceeded,    // the request's time ran out
   kInternal,
 };
 

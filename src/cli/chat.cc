@@ -97,7 +97,13 @@ class LineReader {
 
 class Conversation {
  public:
-  explicit Conversation(const ChatFlags& flags) : flags_(flags) { reset(); }
+  // A turn finds the turns before it in the prefix cache.
+  Conversation(const ChatFlags& flags, engine::Runtime& runtime)
+      : flags_(flags),
+        runtime_(runtime),
+        generator_(runtime, {.chunk = flags.run.chunk, .max_running = 1, .prefix_cache = true}) {
+    reset();
+  }
 
   void reset() {
     turns_.clear();
@@ -123,9 +129,9 @@ class Conversation {
     return w.text();
   }
 
-  Status answer(engine::Runtime& runtime, const std::string& question) {
+  Status answer(const std::string& question) {
     turns_.push_back({"user", question, ""});
-    const Status status = generate(runtime);
+    const Status status = generate();
     if (!status.ok()) {
       turns_.pop_back();
     }
@@ -169,13 +175,12 @@ class Conversation {
            "}";
   }
 
-  Status generate(engine::Runtime& runtime) {
+  Status generate() {
     CACHALOT_TRY(const text::ChatRequest request, text::parse_chat_request(body()));
     CACHALOT_TRY(const text::RenderedChat rendered, text::render_chat(request));
-    CACHALOT_TRY(std::vector<int32_t> ids, text::encode_prompt(runtime.tokenizer(), rendered));
+    CACHALOT_TRY(std::vector<int32_t> ids, text::encode_prompt(runtime_.tokenizer(), rendered));
     CACHALOT_TRY(const engine::SamplingParams sampling, flags_.sampling.resolve());
-    engine::Generator generator(runtime, flags_.run.generator_options());
-    text::ChatParser parser(runtime.tokenizer(),
+    text::ChatParser parser(runtime_.tokenizer(),
                             {.start = rendered.start, .stop = flags_.sampling.stop});
     Turn answer{"assistant", "", ""};
     const auto show = [&](const std::vector<text::ChatEvent>& events) {
@@ -192,7 +197,7 @@ class Conversation {
         std::fflush(out);
       }
     };
-    CACHALOT_RETURN_IF_ERROR(generator.generate(
+    CACHALOT_RETURN_IF_ERROR(generator_.generate(
         {{.prompt = std::move(ids), .sampling = sampling, .max_tokens = flags_.tokens}},
         nullptr,
         {.on_token = [&](size_t, int32_t token) { show(parser.push(token)); }}));
@@ -203,6 +208,8 @@ class Conversation {
   }
 
   const ChatFlags& flags_;
+  engine::Runtime& runtime_;
+  engine::Generator generator_;
   std::vector<Turn> turns_;
   bool thinking_ = false;
   std::string effort_ = "\"high\"";
@@ -212,7 +219,7 @@ Status chat(const ChatFlags& flags) {
   CACHALOT_TRY(const std::unique_ptr<engine::Runtime> runtime, open_runtime(flags.run));
   std::fputs("Type a message, /help for commands, Ctrl-D to leave.\n", stderr);
   LineReader reader;
-  Conversation conversation(flags);
+  Conversation conversation(flags, *runtime);
   std::string line;
   while (reader.read(line)) {
     if (line.empty()) {
@@ -224,7 +231,7 @@ Status chat(const ChatFlags& flags) {
       }
       continue;
     }
-    if (const Status status = conversation.answer(*runtime, line); !status.ok()) {
+    if (const Status status = conversation.answer(line); !status.ok()) {
       std::fputs(fmt::format("{}\n", status.message()).c_str(), stderr);
     }
   }

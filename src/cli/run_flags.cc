@@ -30,8 +30,11 @@ void RunFlags::add_to(CLI::App& app) {
   app.add_option("--threads", threads, "Threads; 0: one per processor")
       ->check(CLI::Range(0, 1024))
       ->capture_default_str();
-  app.add_option("--mode", mode, "exact: every row through every layer; replay: bounded replays")
-      ->check(CLI::IsMember({"exact", "replay"}))
+  app.add_option("--mode",
+                 mode,
+                 "exact: every row through every layer; replay: bounded replays, an approximation; "
+                 "halo: replays wide enough for the bits of exact")
+      ->check(CLI::IsMember({"exact", "replay", "halo"}))
       ->capture_default_str();
   app.add_option("--precision", precision, "official: BF16 and FP8 activations as trained; f32")
       ->check(CLI::IsMember({"official", "f32"}))
@@ -53,7 +56,9 @@ Result<std::unique_ptr<engine::Runtime>> open_runtime(const RunFlags& flags) {
                     : flags.backend == "cpu" ? ops::Backend::kCpu
                                              : ops::Backend::kCuda;
   options.threads = flags.threads;
-  options.mode = flags.mode == "replay" ? engine::Mode::kReplay : engine::Mode::kExact;
+  options.mode = flags.mode == "replay" ? engine::Mode::kReplay
+                 : flags.mode == "halo" ? engine::Mode::kHalo
+                                        : engine::Mode::kExact;
   options.precision =
       flags.precision == "f32" ? model::Precision::kF32 : model::Precision::kOfficial;
   if (flags.spec != "off") {

@@ -1,4 +1,4 @@
-// Generation and scoring over a Runtime: several requests at once, prefill in chunks.
+// Generation and scoring of given requests over a Runtime, in the caller's thread.
 #pragma once
 
 #include <cstdint>
@@ -12,6 +12,7 @@
 #include "engine/dump.h"
 #include "engine/runtime.h"
 #include "engine/sampler.h"
+#include "engine/scheduler.h"
 
 namespace cachalot::engine {
 
@@ -40,8 +41,9 @@ struct GenerateResult {
 };
 
 struct GeneratorOptions {
-  int64_t chunk = 512;       // prompt tokens per step
-  int64_t max_running = 16;  // requests in flight
+  int64_t chunk = 512;        // prompt tokens per step
+  int64_t max_running = 16;   // requests in flight
+  bool prefix_cache = false;  // whether a call finds prefixes of earlier ones
 };
 
 class Generator {
@@ -72,14 +74,12 @@ class Generator {
                       DumpObserver* observer = nullptr);
 
  private:
-  struct Running;
-  Status advance(std::vector<std::unique_ptr<Running>>& running,
-                 model::StepRunner& runner,
-                 DumpObserver* observer,
-                 const Listener& listener);
+  // The scheduler, made by the first call.
+  Result<Scheduler*> scheduler();
 
   Runtime& runtime_;
   GeneratorOptions options_;
+  std::unique_ptr<Scheduler> scheduler_;
 };
 
 }  // namespace cachalot::engine

@@ -1,8 +1,10 @@
 #include "engine/runtime.h"
 
+#include <algorithm>
 #include <limits>
 
 #include "base/clock.h"
+#include "base/file.h"
 #include "base/format.h"
 #include "ops/registry.h"
 #include "quant/block.h"
@@ -48,12 +50,38 @@ Result<std::vector<int32_t>> engram_token_map(const text::Tokenizer& tokenizer,
   return map;
 }
 
+namespace {
+
+// Differs between checkpoints, as far as a sample of every tensor tells, and between ways to run
+// one: rows of one must not be found by another.
+Result<kvcache::PrefixKey> make_cache_key(const model::Checkpoint& checkpoint,
+                                          const std::vector<int32_t>& classes,
+                                          const RuntimeOptions& options) {
+  constexpr int64_t kSamples = 4, kSampleBytes = 64;
+  kvcache::PrefixKey key;
+  CACHALOT_TRY(const std::string config, read_file(checkpoint.directory() + "/config.json"));
+  key = key.then(config).then(classes);
+  for (const model::WeightSpec& spec : checkpoint.table()) {
+    const TensorView tensor = checkpoint.tensor(spec.name);
+    std::string sample = spec.name;
+    const int64_t bytes = tensor.bytes(), n = std::min(bytes, kSampleBytes);
+    for (int64_t i = 0; i < kSamples; ++i) {
+      const int64_t offset = (bytes - n) * i / (kSamples - 1);
+      sample.append(static_cast<const char*>(tensor.data) + offset, static_cast<size_t>(n));
+    }
+    key = key.then(sample);
+  }
+  return key.then(fmt::format("{} {} {}",
+                              ops::backend_name(options.backend),
+                              static_cast<int>(options.precision),
+                              static_cast<int>(options.mode)));
+}
+
+}  // namespace
+
 Result<std::unique_ptr<Runtime>> Runtime::open(const std::string& directory,
                                                const RuntimeOptions& options) {
   const double started = now_seconds();
-  if (options.mode == Mode::kReplay) {
-    return error(Code::kUnimplemented, "mode replay is not available; use --mode exact");
-  }
   if (ops::kernels(options.backend).linear.empty()) {
     return error(Code::kUnimplemented,
                  "backend {} is not part of this build",
@@ -79,6 +107,7 @@ Result<std::unique_ptr<Runtime>> Runtime::open(const std::string& directory,
                      runtime->tokenizer_, config.vocab_size, config.engram_compressed_vocab_size)
                      .with(directory + "/tokenizer.json"));
   }
+  CACHALOT_TRY(runtime->cache_key_, make_cache_key(runtime->checkpoint_, classes, options));
   model::ModelWeights weights = runtime->checkpoint_.weights();
   if (memory->device() != Device::kCpu) {
     CACHALOT_TRY(runtime->device_weights_, model::copy_to_device(weights, *memory));
@@ -92,6 +121,8 @@ Result<std::unique_ptr<Runtime>> Runtime::open(const std::string& directory,
                                 : std::numeric_limits<int64_t>::max();
   runtime->pages_ = std::make_unique<kvcache::PagePool>(
       *memory, std::max<int64_t>(runtime->layout_.page_bytes(), 1), max_pages);
+  runtime->states_ = std::make_unique<kvcache::PagePool>(
+      *memory, runtime->layout_.state_bytes(), std::numeric_limits<int64_t>::max());
   runtime->threads_ = std::make_unique<ThreadPool>(options.threads);
   runtime->load_seconds_ = now_seconds() - started;
   return runtime;

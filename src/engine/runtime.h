@@ -9,6 +9,7 @@
 #include "base/status.h"
 #include "base/thread_pool.h"
 #include "kvcache/page_pool.h"
+#include "kvcache/prefix_key.h"
 #include "kvcache/sequence_cache.h"
 #include "model/checkpoint.h"
 #include "model/device_weights.h"
@@ -18,9 +19,11 @@
 
 namespace cachalot::engine {
 
+// What of a prompt runs through which layers; see replay.h.
 enum class Mode : uint8_t {
   kExact,   // every row through every layer
-  kReplay,  // bounded replays where the model is trained for them
+  kReplay,  // bounded replays, as the model is trained for
+  kHalo,    // bounded replays wide enough to give the bits of kExact
 };
 
 struct RuntimeOptions {
@@ -52,12 +55,19 @@ class Runtime {
   const RuntimeOptions& options() const { return options_; }
   const std::string& directory() const { return directory_; }
   const kvcache::CacheLayout& layout() const { return layout_; }
+  // Pages of the global cache, and window states.
   kvcache::PagePool& pages() { return *pages_; }
+  kvcache::PagePool& states() { return *states_; }
+  const kvcache::PagePool& pages() const { return *pages_; }
+  const kvcache::PagePool& states() const { return *states_; }
+  // What the content of a cached row depends on besides its tokens: the weights, and how the model
+  // is run.
+  const kvcache::PrefixKey& cache_key() const { return cache_key_; }
   ThreadPool& threads() { return *threads_; }
   double load_seconds() const { return load_seconds_; }
 
   Result<std::unique_ptr<kvcache::SequenceCache>> make_cache() {
-    return kvcache::SequenceCache::create(layout_, *pages_);
+    return kvcache::SequenceCache::create(layout_, *pages_, *states_);
   }
   // An executor of this model; several may exist, one runs at a time.
   Result<std::unique_ptr<model::StepRunner>> make_runner();
@@ -74,6 +84,8 @@ class Runtime {
   model::Model model_;
   kvcache::CacheLayout layout_;
   std::unique_ptr<kvcache::PagePool> pages_;
+  std::unique_ptr<kvcache::PagePool> states_;
+  kvcache::PrefixKey cache_key_;
   std::unique_ptr<ThreadPool> threads_;
   double load_seconds_ = 0;
 };

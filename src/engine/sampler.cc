@@ -99,7 +99,8 @@ void Sampler::accept(int32_t token) {
   ++position_;
 }
 
-int32_t Sampler::sample(std::span<const float> logits) const {
+std::optional<int32_t> Sampler::sample(std::span<const float> logits,
+                                       std::span<const uint32_t> allowed) const {
   std::vector<Candidate> candidates(logits.size());
   for (size_t i = 0; i < logits.size(); ++i) {
     candidates[i] = {static_cast<int32_t>(i), logits[i]};
@@ -122,6 +123,15 @@ int32_t Sampler::sample(std::span<const float> logits) const {
   }
   for (const auto& [id, bias] : params_.logit_bias) {
     candidates[static_cast<size_t>(id)].value += bias;
+  }
+  if (!allowed.empty()) {
+    std::erase_if(candidates, [&](const Candidate& c) {
+      const auto word = static_cast<size_t>(c.id) / 32;
+      return word >= allowed.size() || (allowed[word] >> (c.id % 32) & 1) == 0;
+    });
+    if (candidates.empty()) {
+      return std::nullopt;
+    }
   }
   if (params_.temperature == 0.0f) {
     return std::min_element(candidates.begin(), candidates.end(), better)->id;

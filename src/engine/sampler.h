@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <map>
+#include <optional>
 #include <span>
 #include <utility>
 #include <vector>
@@ -42,9 +43,12 @@ class Sampler {
   // Counts prompt ids for the repetition penalty.
   void see_prompt(std::span<const int32_t> tokens);
 
-  // The token for the next output position; `logits` is not changed. Does not count the token as
-  // output: accept() does.
-  int32_t sample(std::span<const float> logits) const;
+  // The token for the next output position; `logits` is not changed. `allowed` has one bit per id,
+  // little-endian 32-bit words; empty: every id is allowed. Masked ids take no part in anything, as
+  // if the vocabulary lacked them. None if no id is allowed. Does not count the token as output:
+  // accept() does.
+  std::optional<int32_t> sample(std::span<const float> logits,
+                                std::span<const uint32_t> allowed = {}) const;
   void accept(int32_t token);
 
  private:

@@ -16,7 +16,10 @@ std::string StopMatcher::push(std::string_view text) {
   held_ += text;
   size_t first = std::string::npos;
   for (const std::string& stop : stops_) {
-    first = std::min(first, held_.find(stop));
+    if (const size_t at = held_.find(stop); at < first) {
+      first = at;
+      match_ = stop;
+    }
   }
   if (first != std::string::npos) {
     stopped_ = true;

@@ -17,10 +17,13 @@ class StopMatcher {
   // What was held back, unless a stop string ended the text.
   std::string finish();
   bool stopped() const { return stopped_; }
+  // The stop string that ended the text.
+  const std::string& match() const { return match_; }
 
  private:
   std::vector<std::string> stops_;
   std::string held_;
+  std::string match_;
   bool stopped_ = false;
 };
 

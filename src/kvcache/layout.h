@@ -27,6 +27,14 @@ struct CacheLayout {
   double bytes_per_token() const;
   // Window rings of one request.
   int64_t window_bytes() const { return layers * window * window_row_bytes; }
+  // A window state: the rings of all layers, then the open group of every source; both parts end at
+  // multiples of 64 bytes.
+  int64_t open_groups_offset() const { return (window_bytes() + 63) / 64 * 64; }
+  int64_t open_group_bytes() const { return 2 * compressed_dim * 4; }
+  int64_t state_bytes() const {
+    const auto sources = static_cast<int64_t>(ratios.size());
+    return open_groups_offset() + (sources * open_group_bytes() + 63) / 64 * 64;
+  }
 };
 
 }  // namespace cachalot::kvcache

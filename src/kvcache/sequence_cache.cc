@@ -44,59 +44,89 @@ uint64_t record_checksum(std::string_view record) {
 }  // namespace
 
 Result<std::unique_ptr<SequenceCache>> SequenceCache::create(const CacheLayout& layout,
-                                                             PagePool& pool) {
-  CACHALOT_CHECK(pool.page_bytes() == layout.page_bytes(), pool.page_bytes(), layout.page_bytes());
-  std::unique_ptr<SequenceCache> cache(new SequenceCache(layout, pool));
+                                                             PagePool& pages,
+                                                             PagePool& states) {
+  CACHALOT_CHECK(pages.page_bytes() == std::max<int64_t>(layout.page_bytes(), 1),
+                 pages.page_bytes(),
+                 layout.page_bytes());
+  CACHALOT_CHECK(
+      states.page_bytes() == layout.state_bytes(), states.page_bytes(), layout.state_bytes());
+  std::unique_ptr<SequenceCache> cache(new SequenceCache(layout, pages, states));
   const size_t sources = layout.ratios.size();
   cache->main_pages_.resize(sources);
   cache->index_pages_.resize(sources);
   cache->view_.sources.resize(sources);
-  CACHALOT_TRY(cache->rings_, ops::Buffer::allocate(pool.memory(), layout.window_bytes()));
+  CACHALOT_TRY(cache->state_, states.take());
+  uint8_t* const state = cache->state_.data();
   for (int64_t layer = 0; layer < layout.layers; ++layer) {
-    cache->view_.rings.push_back(cache->rings_.data() +
-                                 layer * layout.window * layout.window_row_bytes);
+    cache->view_.rings.push_back(state + layer * layout.window * layout.window_row_bytes);
   }
-  const int64_t group_bytes = 2 * layout.compressed_dim * 4;
-  CACHALOT_TRY(cache->open_groups_,
-               ops::Buffer::allocate(pool.memory(), static_cast<int64_t>(sources) * group_bytes));
+  uint8_t* const groups = state + layout.open_groups_offset();
   for (size_t source = 0; source < sources; ++source) {
     CACHALOT_CHECK(layout.page_tokens % layout.ratios[source] == 0, layout.page_tokens);
     if (layout.ratios[source] == 2) {
       cache->view_.sources[source].open_group = reinterpret_cast<float*>(
-          cache->open_groups_.data() + static_cast<int64_t>(source) * group_bytes);
+          groups + static_cast<int64_t>(source) * layout.open_group_bytes());
     }
   }
   cache->clear();
   return cache;
 }
 
-SequenceCache::~SequenceCache() {
-  clear();
-}
-
 void SequenceCache::clear() {
-  for (uint8_t* page : pages_) {
-    pool_.give_back(page);
-  }
   pages_.clear();
   view_.length = 0;
   view_.lookback.assign(static_cast<size_t>(layout_.lookback), -1);
   bind_pages();
 }
 
+Status SequenceCache::adopt(std::span<const PageRef> pages, int64_t length) {
+  CACHALOT_CHECK(pages_.empty(), pages_.size());
+  const int64_t whole = length / layout_.page_tokens;
+  const bool partial = length % layout_.page_tokens != 0;
+  CACHALOT_CHECK(static_cast<int64_t>(pages.size()) == whole + (partial ? 1 : 0), pages.size());
+  PageRef copy;
+  if (partial) {
+    CACHALOT_TRY(copy, pool_.take());
+    CACHALOT_RETURN_IF_ERROR(pool_.memory().copy(
+        copy.data(), pages[static_cast<size_t>(whole)].data(), pool_.page_bytes(), nullptr));
+  }
+  for (int64_t i = 0; i < whole; ++i) {
+    pages_.push_back(pages[static_cast<size_t>(i)].for_use());
+  }
+  if (partial) {
+    pages_.push_back(std::move(copy));
+  }
+  bind_pages();
+  return {};
+}
+
+void SequenceCache::share_page(int64_t index, const PageRef& page) {
+  pages_[static_cast<size_t>(index)] = page.for_use();
+  bind_pages();
+}
+
+Result<PageRef> SequenceCache::copy_state() const {
+  CACHALOT_TRY(PageRef state, states_.take());
+  CACHALOT_RETURN_IF_ERROR(
+      states_.memory().copy(state.data(), state_.data(), states_.page_bytes(), nullptr));
+  return state;
+}
+
+Status SequenceCache::load_state(const PageRef& state) {
+  return states_.memory().copy(state_.data(), state.data(), states_.page_bytes(), nullptr);
+}
+
 Status SequenceCache::reserve(int64_t positions) {
   const int64_t need = (positions + layout_.page_tokens - 1) / layout_.page_tokens;
   const size_t before = pages_.size();
   while (static_cast<int64_t>(pages_.size()) < need) {
-    Result<uint8_t*> page = pool_.take();
+    Result<PageRef> page = pool_.take();
     if (!page.ok()) {
-      while (pages_.size() > before) {
-        pool_.give_back(pages_.back());
-        pages_.pop_back();
-      }
+      pages_.resize(before);
       return page.status();
     }
-    pages_.push_back(*page);
+    pages_.push_back(*std::move(page));
   }
   if (pages_.size() != before) {
     bind_pages();
@@ -110,9 +140,9 @@ void SequenceCache::bind_pages() {
     const int64_t rows = layout_.page_tokens / layout_.ratios[source];
     main_pages_[source].clear();
     index_pages_[source].clear();
-    for (uint8_t* page : pages_) {
-      main_pages_[source].push_back(page + offset);
-      index_pages_[source].push_back(page + offset + rows * layout_.main_row_bytes);
+    for (const PageRef& page : pages_) {
+      main_pages_[source].push_back(page.data() + offset);
+      index_pages_[source].push_back(page.data() + offset + rows * layout_.main_row_bytes);
     }
     offset += rows * (layout_.main_row_bytes + layout_.index_row_bytes);
     ops::SourceView& view = view_.sources[source];
@@ -133,7 +163,7 @@ Status SequenceCache::for_each_part(int64_t length, const Visit& visit) const {
     // Only an open group has content.
     if (view.open_group != nullptr && length % 2 == 1) {
       CACHALOT_RETURN_IF_ERROR(
-          visit(reinterpret_cast<uint8_t*>(view.open_group), 2 * layout_.compressed_dim * 4));
+          visit(reinterpret_cast<uint8_t*>(view.open_group), layout_.open_group_bytes()));
     }
     const int64_t entries = length / layout_.ratios[source];
     for (const ops::PagedRows* rows : {&view.main, &view.index}) {

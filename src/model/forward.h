@@ -76,9 +76,6 @@ typename E::Var attention(E& e,
   const auto [t, kv] = e.linear_pair(u, w.wq_a, w.wkv);  // [T, q_lora], [T, K]
   const auto [r, window] = e.qkv_finish(layer, t, w.q_norm, kv, w.kv_norm);
   const auto q = e.linear(r, w.wq_b);  // [T, H K]
-  if (layer.mode == LayerMode::kFull) {
-    compress(e, layer, w, u);
-  }
   if (layer.index_source == layer.index) {
     const auto index_q = e.linear(r, w.indexer.wq_b);          // [T, HI DI]
     const auto index_w = e.linear(u, w.indexer.weights_proj);  // [T, HI]
@@ -109,8 +106,14 @@ typename E::Var forward(E& e, const Model& model) {
       stream.x = engram(e, layer, w.engram, stream.x);
       e.observe_engram(layer, stream.x);
     }
-    const Site<Var> a = e.hc_site(stream, w.hc_attn, w.attn_norm);
+    Site<Var> a = e.hc_site(stream, w.hc_attn, w.attn_norm);
     e.observe_attention_input(layer, a.u);
+    if (layer.mode == LayerMode::kFull) {
+      compress(e, layer, w.attn, a.u);
+      if (layer.decoder) {
+        e.enter_decoder(a);  // a replay goes on with fewer rows
+      }
+    }
     const Var y = attention(e, layer, w.attn, a.u, published);
     stream = {a.x, {y, a.post, a.comb}, a.pre};
     e.observe_attention(layer, stream);

@@ -51,7 +51,8 @@ InferExec::InferExec(const Model& model,
                      Precision precision,
                      ops::Memory& device,
                      Arena& memory,
-                     const StepPlan& plan,
+                     const StepPlan& encoder,
+                     const StepPlan& decoder,
                      std::span<const StepSequence> sequences,
                      Observer* observer)
     : model_(model),
@@ -59,30 +60,28 @@ InferExec::InferExec(const Model& model,
       act_(precision == Precision::kOfficial ? DType::kBF16 : DType::kF32),
       device_(device),
       memory_(memory),
-      plan_(plan),
       sequences_(sequences),
       observer_(observer) {
   const ModelConfig& c = model.config;
   StepArrays arrays(memory, device, context.stream);
-  rows_ = {.rows = plan.rows,
-           .sequences = static_cast<int64_t>(sequences.size()),
-           .position = arrays.add(plan.position),
-           .sequence = arrays.add(plan.sequence),
-           .row_begin = arrays.add(plan.row_begin),
-           .start = arrays.add(plan.start),
-           .is_image = arrays.add(plan.is_image)};
-  token_ = arrays.add(plan.token);
-  logit_rows_ = arrays.add(plan.logit_rows);
+  // The plans also differ if a replay's floors do.
+  const bool replays = decoder.rows != encoder.rows || decoder.floor != encoder.floor;
+  bound_.push_back(bind(encoder, arrays));
+  if (replays) {
+    bound_.push_back(bind(decoder, arrays));
+  }
+  encoder_ = now_ = &bound_.front();
+  decoder_ = &bound_.back();
   // The first site collapses onto stream 0.
-  std::vector<float> pre(static_cast<size_t>(plan.rows * c.hc_mult), 0.0f);
+  std::vector<float> pre(static_cast<size_t>(encoder.rows * c.hc_mult), 0.0f);
   for (size_t i = 0; i < pre.size(); i += static_cast<size_t>(c.hc_mult)) {
     pre[i] = 1.0f;
   }
-  first_pre_ = arrays.add(pre, {plan.rows, c.hc_mult});
+  first_pre_ = arrays.add(pre, {encoder.rows, c.hc_mult});
   const int64_t half = c.qk_rope_head_dim / 2;
   const Var window_frequency = arrays.add(model.window_frequency, {half});
   const Var compressed_frequency = arrays.add(model.compressed_frequency, {half});
-  for (const auto& [ratio, groups] : plan.groups) {
+  for (const auto& [ratio, groups] : encoder.groups) {
     ratios_[ratio] = {.groups = {.ratio = ratio,
                                  .groups = static_cast<int64_t>(groups.row.size()),
                                  .row = arrays.add(groups.row),
@@ -91,7 +90,6 @@ InferExec::InferExec(const Model& model,
                       .position = arrays.add(groups.position)};
   }
   if (!model.engram.empty()) {
-    classes_ = arrays.add(plan.classes);
     const int64_t n = c.engram_max_ngram_size, heads = c.engram_n_heads;
     for (const EngramConstants& constants : model.engram) {
       hashes_.push_back({.multiplier = arrays.add(constants.multiplier, {n}),
@@ -99,42 +97,91 @@ InferExec::InferExec(const Model& model,
                          .offset = arrays.add(constants.offset, {n - 1, heads})});
     }
   }
-  bind_caches(arrays);
+  for (const LayerSpec& layer : model.layers) {
+    const Bound& bound = layer.decoder ? *decoder_ : *encoder_;
+    windows_.push_back(bound.windows[static_cast<size_t>(layer.index)]);
+  }
   run(arrays.flush());
-  window_rope_ = rope_table(rows_.position, window_frequency);
-  compressed_rope_ = rope_table(rows_.position, compressed_frequency);
+  for (Bound& bound : bound_) {
+    bound.window_rope = rope_table(bound.rows.position, window_frequency);
+    bound.compressed_rope = rope_table(bound.rows.position, compressed_frequency);
+  }
   for (auto& [ratio, group] : ratios_) {
     group.rope = rope_table(group.position, compressed_frequency);
   }
 }
 
-// Tables of the sequences' rings, pages and open groups.
-void InferExec::bind_caches(StepArrays& arrays) {
+InferExec::Bound InferExec::bind(const StepPlan& plan, StepArrays& arrays) {
   const ModelConfig& c = model_.config;
-  const auto s = static_cast<int64_t>(sequences_.size());
-  const Var floor = arrays.add(std::vector<int32_t>(static_cast<size_t>(s), 0));
+  const auto s = static_cast<int64_t>(plan.member.size());
+  Bound bound{.plan = &plan,
+              .rows = {.rows = plan.rows,
+                       .sequences = s,
+                       .position = arrays.add(plan.position),
+                       .sequence = arrays.add(plan.sequence),
+                       .row_begin = arrays.add(plan.row_begin),
+                       .start = arrays.add(plan.start),
+                       .is_image = arrays.add(plan.is_image)},
+              .token = arrays.add(plan.token),
+              .window_rope = {},
+              .compressed_rope = {},
+              .logit_rows = arrays.add(plan.logit_rows),
+              .classes = arrays.add(plan.classes),
+              .windows = {},
+              .sources = {}};
+  const auto view = [&](int32_t member) -> const ops::SequenceView& {
+    return *sequences_[static_cast<size_t>(member)].view;
+  };
+  const Var floor = arrays.add(plan.floor);
   for (size_t layer = 0; layer < static_cast<size_t>(c.num_hidden_layers); ++layer) {
     std::vector<uint8_t*> rings;
-    for (const StepSequence& sequence : sequences_) {
-      rings.push_back(sequence.view->rings[layer]);
+    for (int32_t member : plan.member) {
+      rings.push_back(view(member).rings[layer]);
     }
-    windows_.push_back(
-        {.window = c.sliding_window, .rings = arrays.add(rings.data(), s), .floor = floor});
+    bound.windows.push_back({.window = c.sliding_window,
+                             .rings = arrays.add(rings.data(), s),
+                             .fresh = {},
+                             .floor = floor});
   }
   for (size_t source = 0; source < c.kv_source_layer_ids.size(); ++source) {
     std::vector<ops::PagedRows> main, index;
     std::vector<const float*> open;
-    for (const StepSequence& sequence : sequences_) {
-      const ops::SourceView& view = sequence.view->sources[source];
-      for (auto [from, to] : {std::pair(&view.main, &main), std::pair(&view.index, &index)}) {
-        ops::PagedRows rows = *from;
-        rows.pages = arrays.add(rows.pages, view.page_count);
+    for (int32_t member : plan.member) {
+      const ops::SourceView& from = view(member).sources[source];
+      for (auto [paged, to] : {std::pair(&from.main, &main), std::pair(&from.index, &index)}) {
+        ops::PagedRows rows = *paged;
+        rows.pages = arrays.add(rows.pages, from.page_count);
         to->push_back(rows);
       }
-      open.push_back(view.open_group);
+      open.push_back(from.open_group);
     }
-    sources_.push_back(
+    bound.sources.push_back(
         {arrays.add(main.data(), s), arrays.add(index.data(), s), arrays.add(open.data(), s)});
+  }
+  return bound;
+}
+
+// The decoder's rows of a sequence are the last ones of its rows in the step.
+void InferExec::enter_decoder(SiteVar& site) {
+  now_ = decoder_;
+  if (decoder_ == encoder_ || !status_.ok()) {
+    return;
+  }
+  const StepPlan& from = *encoder_->plan;
+  const StepPlan& to = *decoder_->plan;
+  for (Var* var : {&site.x, &site.pre, &site.post, &site.comb, &site.u}) {
+    Shape shape = var->shape;
+    shape.extent[0] = to.rows;
+    const Var kept = make(var->dtype, shape);
+    const int64_t row_bytes = var->bytes() / from.rows;
+    for (size_t s = 0; s < to.member.size() && status_.ok(); ++s) {
+      const int64_t source = from.row_begin[static_cast<size_t>(to.member[s])] + to.first[s];
+      run(device_.copy(static_cast<uint8_t*>(kept.data) + to.row_begin[s] * row_bytes,
+                       static_cast<const uint8_t*>(var->data) + source * row_bytes,
+                       (to.row_begin[s + 1] - to.row_begin[s]) * row_bytes,
+                       ctx_.stream));
+    }
+    *var = kept;
   }
 }
 
@@ -151,19 +198,19 @@ TensorView InferExec::make(DType dtype, const Shape& shape) {
 
 TensorView InferExec::rope_table(const Var& positions, const Var& frequency) {
   const Var table = make(DType::kF32, {positions.dim(0), frequency.dim(0), 2});
-  if (!failed()) {
+  if (status_.ok()) {
     run(ops::rope_table(ctx_, {.position = positions, .frequency = frequency, .table = table}));
   }
   return table;
 }
 
 const TensorView& InferExec::rope(const LayerSpec& layer) const {
-  return layer.ratio == 0 ? window_rope_ : compressed_rope_;
+  return layer.ratio == 0 ? now_->window_rope : now_->compressed_rope;
 }
 
 int64_t InferExec::most_entries(int64_t ratio) const {
   int64_t most = 0;
-  for (int32_t p : plan_.position) {
+  for (int32_t p : now_->plan->position) {
     most = std::max(most, (p + int64_t{1}) / ratio);
   }
   return most;
@@ -182,7 +229,7 @@ void InferExec::observe(const LayerSpec& layer, const char* what, const Var& row
 }
 
 void InferExec::observe(const std::string& full_name, const Var& rows) {
-  if (observer_ == nullptr || failed()) {
+  if (observer_ == nullptr || skips()) {
     return;
   }
   if (device_.device() == Device::kCpu) {
@@ -219,7 +266,7 @@ void InferExec::check_ids(const LayerSpec& layer,
 
 // Streams are shown expanded; what the observer leaves there is what the next site reads.
 void InferExec::observe_stream(const LayerSpec& layer, const char* what, StreamVar& stream) {
-  if (observer_ != nullptr && !failed()) {
+  if (observer_ != nullptr && !skips()) {
     hc_expand(stream);
     observe(layer, what, stream.x);
   }
@@ -246,9 +293,9 @@ void InferExec::observe_ffn(const LayerSpec& layer, StreamVar& stream) {
 // Ops. -------------------------------------------------------------------------------------------
 
 TensorView InferExec::embed(const ops::Weight& weight) {
-  const Var x = make(act_, {plan_.rows, model_.config.hc_mult, model_.config.hidden_size});
-  if (!failed()) {
-    run(ops::embed(ctx_, {.token = token_, .weight = weight, .x = x}));
+  const Var x = make(act_, {now_->rows.rows, model_.config.hc_mult, model_.config.hidden_size});
+  if (!skips()) {
+    run(ops::embed(ctx_, {.token = now_->token, .weight = weight, .x = x}));
   }
   observe("embed", x);
   return x;
@@ -261,7 +308,7 @@ TensorView InferExec::first_pre() {
 TensorView InferExec::linear(Var x, const ops::Weight& w) {
   const Var y = make(act_, {x.dim(0), w.out});
   const ops::LinearTarget target{&w, y};
-  if (!failed()) {
+  if (!skips()) {
     run(ops::linear(ctx_, {.x = x, .targets = {&target, 1}}));
   }
   return y;
@@ -270,7 +317,7 @@ TensorView InferExec::linear(Var x, const ops::Weight& w) {
 TensorView InferExec::linear_f32(Var x, const ops::Weight& w) {
   const Var y = make(DType::kF32, {x.dim(0), w.out});
   const ops::LinearTarget target{&w, y};
-  if (!failed()) {
+  if (!skips()) {
     run(ops::linear(ctx_, {.x = x, .targets = {&target, 1}}));
   }
   return y;
@@ -279,7 +326,7 @@ TensorView InferExec::linear_f32(Var x, const ops::Weight& w) {
 TensorView InferExec::linear_grouped(Var x, const ops::Weight& w) {
   const Var y = make(act_, {x.dim(0), w.out});
   const ops::LinearTarget target{&w, y};
-  if (!failed()) {
+  if (!skips()) {
     run(ops::linear(ctx_,
                     {.x = x,
                      .targets = {&target, 1},
@@ -295,7 +342,7 @@ std::pair<TensorView, TensorView> InferExec::linear_pair(Var x,
   const std::array<ops::LinearTarget, 2> targets{
       ops::LinearTarget{&a, make(act_, {x.dim(0), a.out})},
       ops::LinearTarget{&b, make(act_, {x.dim(0), b.out})}};
-  if (!failed()) {
+  if (!skips()) {
     run(ops::linear(ctx_, {.x = x, .targets = targets}));
   }
   return {targets[0].y, targets[1].y};
@@ -306,7 +353,7 @@ void InferExec::hc_expand(StreamVar& stream) {
     return;
   }
   const Var out = make(act_, stream.x.shape);
-  if (!failed()) {
+  if (!skips()) {
     run(ops::hc_expand(ctx_,
                        {.x = stream.x,
                         .pending = {stream.pending.y, stream.pending.post, stream.pending.comb},
@@ -320,13 +367,13 @@ Site<TensorView> InferExec::hc_site(const StreamVar& stream,
                                     const HcWeights& w,
                                     const TensorView& norm) {
   const ModelConfig& c = model_.config;
-  const int64_t t = plan_.rows, m = c.hc_mult;
+  const int64_t t = now_->rows.rows, m = c.hc_mult;
   const SiteVar site{.x = stream.pending.y.empty() ? stream.x : make(act_, stream.x.shape),
                      .pre = make(DType::kF32, {t, m}),
                      .post = make(DType::kF32, {t, m}),
                      .comb = make(DType::kF32, {t, m, m}),
                      .u = make(act_, {t, c.hidden_size})};
-  if (!failed()) {
+  if (!skips()) {
     run(ops::hc_site(ctx_,
                      {.x = stream.x,
                       .pending = {stream.pending.y, stream.pending.post, stream.pending.comb},
@@ -351,7 +398,7 @@ std::pair<TensorView, TensorView> InferExec::qkv_finish(
     const LayerSpec& layer, Var t, const TensorView& q_norm, Var kv, const TensorView& kv_norm) {
   const Var r = make(act_, t.shape);
   const Var fresh = make(DType::kU8, {t.dim(0), quant::window_row_bytes(kv.dim(1))});
-  if (!failed()) {
+  if (!skips()) {
     run(ops::qkv_finish(ctx_,
                         {.t = t,
                          .q_norm = q_norm,
@@ -377,13 +424,13 @@ TensorView InferExec::compress_pool(const LayerSpec& layer,
     group_inputs_[source] = {kv, gate};
   }
   const Var latent = make(act_, {ratio.groups.groups, norm.dim(0)});
-  if (!failed()) {
+  if (!skips()) {
     run(ops::compress_pool(ctx_,
                            {.groups = ratio.groups,
-                            .rows = rows_,
+                            .rows = now_->rows,
                             .kv = kv,
                             .gate = gate,
-                            .open = sources_[static_cast<size_t>(source)].open,
+                            .open = now_->sources[static_cast<size_t>(source)].open,
                             .norm = norm,
                             .rms_eps = static_cast<float>(model_.config.rms_norm_eps),
                             .latent = latent}));
@@ -396,8 +443,8 @@ void InferExec::compress_store(const LayerSpec& layer,
                                Var key,
                                const TensorView& k_norm) {
   const RatioPlan& ratio = ratios_.at(layer.ratio);
-  const SourceTables& source = sources_[static_cast<size_t>(model_.source_slot(layer.index))];
-  if (!failed()) {
+  const SourceTables& source = now_->sources[static_cast<size_t>(model_.source_slot(layer.index))];
+  if (!skips()) {
     run(ops::compress_store(ctx_,
                             {.groups = ratio.groups,
                              .latent = latent,
@@ -408,7 +455,7 @@ void InferExec::compress_store(const LayerSpec& layer,
                              .main = source.main,
                              .index = source.index}));
   }
-  if (observer_ == nullptr || failed()) {
+  if (observer_ == nullptr || skips()) {
     return;
   }
   observe_entries(layer, "main_codes", &ops::SourceView::main);
@@ -421,9 +468,9 @@ void InferExec::observe_entries(const LayerSpec& layer,
                                 ops::PagedRows ops::SourceView::* rows) {
   const auto source = static_cast<size_t>(model_.source_slot(layer.index));
   const auto rows_of = [&](int32_t s) -> const ops::PagedRows& {
-    return sequences_[static_cast<size_t>(s)].view->sources[source].*rows;
+    return member(s).view->sources[source].*rows;
   };
-  const StepPlan::Groups& groups = plan_.groups.at(layer.ratio);
+  const StepPlan::Groups& groups = now_->plan->groups.at(layer.ratio);
   const auto count = static_cast<int64_t>(groups.row.size());
   const int64_t bytes = rows_of(0).row_bytes;
   std::vector<uint8_t> memory(static_cast<size_t>(count * bytes));
@@ -441,25 +488,26 @@ void InferExec::observe_entries(const LayerSpec& layer,
 void InferExec::index_select(const LayerSpec& layer, Var q, Var w, Published<Var>& published) {
   const ModelConfig& c = model_.config;
   const int64_t entries = most_entries(layer.ratio);
-  const SourceTables& source = sources_[static_cast<size_t>(model_.source_slot(layer.kv_source))];
+  const SourceTables& source =
+      now_->sources[static_cast<size_t>(model_.source_slot(layer.kv_source))];
   ops::IndexSelectArgs args{
-      .rows = rows_,
+      .rows = now_->rows,
       .ratio = layer.ratio,
       .q = q,
       .w = w,
       .rope = rope(layer),
       .index = source.index,
       .candidate_block = c.candidate_block_size,
-      .selected = make(DType::kI32, {plan_.rows, std::min(c.index_topk, entries)}),
+      .selected = make(DType::kI32, {now_->rows.rows, std::min(c.index_topk, entries)}),
       .entries_bound = entries};
   if (layer.publishes_candidates) {
     const int64_t blocks = (entries + c.candidate_block_size - 1) / c.candidate_block_size;
     args.candidates_out =
-        make(DType::kI32, {plan_.rows, std::min(c.candidate_topk_blocks, blocks)});
+        make(DType::kI32, {now_->rows.rows, std::min(c.candidate_topk_blocks, blocks)});
   } else if (layer.candidate_source >= 0) {
     args.candidates = published.candidates;
   }
-  if (!failed()) {
+  if (!skips()) {
     run(ops::index_select(ctx_, args));
   }
   if (layer.publishes_candidates) {
@@ -474,10 +522,10 @@ TensorView InferExec::attend(
   if (layer.ratio > 0 && observer_ != nullptr) {
     observe(layer, "selected", selected);
     check_ids(layer, "selected", selected, [&](int64_t row) {
-      return (plan_.position[static_cast<size_t>(row)] + int64_t{1}) / layer.ratio;
+      return (now_->plan->position[static_cast<size_t>(row)] + int64_t{1}) / layer.ratio;
     });
   }
-  ops::AttendArgs args{.rows = rows_,
+  ops::AttendArgs args{.rows = now_->rows,
                        .q = q,
                        .rope = rope(layer),
                        .window = windows_[static_cast<size_t>(layer.index)],
@@ -485,10 +533,10 @@ TensorView InferExec::attend(
                        .o = make(act_, q.shape)};
   args.window.fresh = window;
   if (layer.ratio > 0) {
-    args.main = sources_[static_cast<size_t>(model_.source_slot(layer.kv_source))].main;
+    args.main = now_->sources[static_cast<size_t>(model_.source_slot(layer.kv_source))].main;
     args.selected = selected;
   }
-  if (!failed()) {
+  if (!skips()) {
     run(ops::attend(ctx_, args));
   }
   return args.o;
@@ -498,8 +546,8 @@ std::pair<TensorView, TensorView> InferExec::gate(const LayerSpec& layer,
                                                   Var u,
                                                   const MoeWeights& w) {
   const ModelConfig& c = model_.config;
-  const Shape shape{plan_.rows, c.num_experts_per_tok};
-  ops::GateArgs args{.rows = rows_,
+  const Shape shape{now_->rows.rows, c.num_experts_per_tok};
+  ops::GateArgs args{.rows = now_->rows,
                      .x = u,
                      .weight = w.gate,
                      .bias = w.bias,
@@ -509,7 +557,7 @@ std::pair<TensorView, TensorView> InferExec::gate(const LayerSpec& layer,
                      .experts = make(DType::kI32, shape),
                      .weights = make(DType::kF32, shape)};
   const Var forced = make(DType::kI32, shape);
-  if (observer_ != nullptr && !failed()) {
+  if (observer_ != nullptr && !skips()) {
     // The own choice is shown before a prescribed one replaces it.
     run(ops::gate(ctx_, args));
     observe(layer, "experts", args.experts);
@@ -521,7 +569,7 @@ std::pair<TensorView, TensorView> InferExec::gate(const LayerSpec& layer,
       args.forced = forced;
     }
   }
-  if (!failed()) {
+  if (!skips()) {
     run(ops::gate(ctx_, args));
   }
   return {args.experts, args.weights};
@@ -529,7 +577,7 @@ std::pair<TensorView, TensorView> InferExec::gate(const LayerSpec& layer,
 
 TensorView InferExec::experts(Var u, Var ids, Var weights, const MoeWeights& w) {
   const Var y = make(act_, u.shape);
-  if (!failed()) {
+  if (!skips()) {
     run(ops::experts(ctx_,
                      {.x = u,
                       .experts = ids,
@@ -545,13 +593,13 @@ TensorView InferExec::experts(Var u, Var ids, Var weights, const MoeWeights& w) 
 TensorView InferExec::engram_gather(const LayerSpec& layer, const ops::Weight& table) {
   const HashTables& hash = hashes_[static_cast<size_t>(layer.engram)];
   const int64_t columns = hash.prime.shape.elements();
-  const Var ids = make(DType::kI32, {plan_.rows, columns});
-  const Var rows = make(act_, {plan_.rows, columns * table.in});
-  if (!failed()) {
+  const Var ids = make(DType::kI32, {now_->rows.rows, columns});
+  const Var rows = make(act_, {now_->rows.rows, columns * table.in});
+  if (!skips()) {
     run(ops::engram_hash(
         ctx_,
-        {.rows = rows_,
-         .classes = classes_,
+        {.rows = now_->rows,
+         .classes = now_->classes,
          .multiplier = hash.multiplier,
          .prime = hash.prime,
          .offset = hash.offset,
@@ -559,7 +607,7 @@ TensorView InferExec::engram_gather(const LayerSpec& layer, const ops::Weight& t
              model_.token_class[static_cast<size_t>(model_.config.engram_pad_token_id)],
          .ids = ids}));
   }
-  if (!failed()) {
+  if (!skips()) {
     run(ops::engram_gather(ctx_, {.ids = ids, .table = table, .e = rows}));
   }
   return rows;
@@ -567,9 +615,9 @@ TensorView InferExec::engram_gather(const LayerSpec& layer, const ops::Weight& t
 
 TensorView InferExec::engram_inject(Var x, Var kv, const EngramWeights& w) {
   const Var out = make(act_, x.shape);
-  if (!failed()) {
+  if (!skips()) {
     run(ops::engram_inject(ctx_,
-                           {.rows = rows_,
+                           {.rows = now_->rows,
                             .x = x,
                             .kv = kv,
                             .q_weight = w.q_weight,
@@ -583,10 +631,11 @@ TensorView InferExec::engram_inject(Var x, Var kv, const EngramWeights& w) {
 TensorView InferExec::head(const StreamVar& stream,
                            const TensorView& norm,
                            const ops::Weight& weight) {
-  const Var logits = make(DType::kF32, {static_cast<int64_t>(plan_.logit_rows.size()), weight.out});
-  if (!failed()) {
+  const Var logits =
+      make(DType::kF32, {static_cast<int64_t>(now_->plan->logit_rows.size()), weight.out});
+  if (!skips()) {
     run(ops::head(ctx_,
-                  {.select = logit_rows_,
+                  {.select = now_->logit_rows,
                    .x = stream.x,
                    .pending = {stream.pending.y, stream.pending.post, stream.pending.comb},
                    .pre = stream.pre,

@@ -17,10 +17,13 @@
 
 namespace cachalot::model {
 
-// The packed rows of a step, on the host and as the ops see them.
+// The packed rows of a step that run through some of its layers. Sequences without such a row are
+// left out: `member` has the others' indices in the step, `first` the index of their first row here
+// among their rows of the step.
 struct StepPlan {
   int64_t rows = 0;
-  std::vector<int32_t> token, position, sequence, row_begin, start;
+  std::vector<int32_t> member, first;
+  std::vector<int32_t> token, position, sequence, row_begin, start, floor;
   std::vector<uint8_t> is_image;
   std::vector<int32_t> logit_rows;
   std::vector<int32_t> classes;  // look-back and rows, see EngramHashArgs
@@ -69,7 +72,8 @@ class InferExec {
             Precision precision,
             ops::Memory& device,
             Arena& memory,
-            const StepPlan& plan,
+            const StepPlan& encoder,
+            const StepPlan& decoder,
             std::span<const StepSequence> sequences,
             Observer* observer);
 
@@ -85,6 +89,7 @@ class InferExec {
   std::pair<Var, Var> linear_pair(Var x, const ops::Weight& a, const ops::Weight& b);
   void hc_expand(StreamVar& stream);
   SiteVar hc_site(const StreamVar& stream, const HcWeights& w, const TensorView& norm);
+  void enter_decoder(SiteVar& site);
   std::pair<Var, Var> qkv_finish(
       const LayerSpec& layer, Var t, const TensorView& q_norm, Var kv, const TensorView& kv_norm);
   Var compress_pool(const LayerSpec& layer, Var kv, Var gate, const TensorView& norm);
@@ -104,7 +109,9 @@ class InferExec {
   void observe_ffn(const LayerSpec& layer, StreamVar& stream);
 
   // What commit() needs. ------------------------------------------------------------------------
-  const ops::StepRows& step_rows() const { return rows_; }
+  const ops::StepRows& step_rows(const LayerSpec& layer) const {
+    return (layer.decoder ? decoder_ : encoder_)->rows;
+  }
   const ops::WindowView& window(int64_t layer) const {
     return windows_[static_cast<size_t>(layer)];
   }
@@ -124,16 +131,34 @@ class InferExec {
     Var multiplier, prime, offset;
   };
 
+  // The arrays of a plan as the ops see them, and the caches of its sequences.
+  struct SourceTables {
+    const ops::PagedRows* main;
+    const ops::PagedRows* index;
+    const float* const* open;
+  };
+  struct Bound {
+    const StepPlan* plan;
+    ops::StepRows rows;
+    Var token;
+    Var window_rope, compressed_rope;
+    Var logit_rows;
+    Var classes;
+    std::vector<ops::WindowView> windows;  // per layer, without fresh rows
+    std::vector<SourceTables> sources;     // per KV source
+  };
+  Bound bind(const StepPlan& plan, StepArrays& arrays);
+
   void run(const Status& status) {
     if (status_.ok() && !status.ok()) {
       status_ = status;
     }
   }
-  bool failed() const { return !status_.ok(); }
+  // Nothing is left to compute.
+  bool skips() const { return !status_.ok() || now_->rows.rows == 0; }
   // A tensor of the step. Out of memory is an error of the step, after which ops do nothing.
   Var make(DType dtype, const Shape& shape);
   Var rope_table(const Var& positions, const Var& frequency);
-  void bind_caches(StepArrays& arrays);
   const Var& rope(const LayerSpec& layer) const;
   // Longest visible entry list of any row at a ratio.
   int64_t most_entries(int64_t ratio) const;
@@ -148,33 +173,28 @@ class InferExec {
                  const Var& ids,
                  const std::function<int64_t(int64_t)>& limit);
   std::string name(const LayerSpec& layer, const char* what) const;
-  ObservedRows observed_rows() const { return {plan_.row_begin, plan_.start}; }
+  ObservedRows observed_rows() const { return {now_->plan->row_begin, now_->plan->start}; }
+  const StepSequence& member(int32_t s) const {
+    return sequences_[static_cast<size_t>(now_->plan->member[static_cast<size_t>(s)])];
+  }
 
   const Model& model_;
   ops::OpContext& ctx_;
   DType act_;
   ops::Memory& device_;
   Arena& memory_;
-  const StepPlan& plan_;
   std::span<const StepSequence> sequences_;
   Observer* observer_;
   Status status_;
 
-  ops::StepRows rows_;
-  Var token_;
-  Var window_rope_, compressed_rope_;
+  std::vector<Bound> bound_;
+  const Bound* encoder_ = nullptr;
+  const Bound* decoder_ = nullptr;  // the same unless a replay leaves rows out
+  const Bound* now_ = nullptr;      // of the layer that runs
   Var first_pre_;
-  Var logit_rows_;
-  Var classes_;
-  std::vector<HashTables> hashes_;  // per Engram layer
-  std::map<int64_t, RatioPlan> ratios_;
+  std::vector<HashTables> hashes_;        // per Engram layer
+  std::map<int64_t, RatioPlan> ratios_;   // of the encoder's plan
   std::vector<ops::WindowView> windows_;  // per layer
-  struct SourceTables {
-    const ops::PagedRows* main;
-    const ops::PagedRows* index;
-    const float* const* open;
-  };
-  std::vector<SourceTables> sources_;  // per KV source
   std::map<int64_t, GroupInput> group_inputs_;
 };
 

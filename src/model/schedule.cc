@@ -35,6 +35,7 @@ std::vector<LayerSpec> layer_schedule(const ModelConfig& config) {
         layer.candidate_source = config.candidate_source_layer_id;
       }
     }
+    layer.decoder = !config.kv_source_layer_ids.empty() && l >= config.kv_source_layer_ids.back();
     for (size_t i = 0; i < config.engram_layer_ids.size(); ++i) {
       if (config.engram_layer_ids[i] == l) {
         layer.engram = static_cast<int64_t>(i);

@@ -24,6 +24,9 @@ struct LayerSpec {
   int64_t candidate_source = -1;  // for an index source restricted by candidates: their layer
   bool publishes_candidates = false;
   int64_t engram = -1;  // index into engram_layer_ids, or -1
+  // The last KV source and the layers behind it: no state of theirs but window rows reaches beyond
+  // the source's own compressed rows, so a prompt need not run through them in full.
+  bool decoder = false;
   bool operator==(const LayerSpec&) const = default;
 };
 

@@ -15,6 +15,11 @@ Status check_sequence(const ModelConfig& config, const StepSequence& sequence) {
   if (n == 0) {
     return invalid("a step sequence has no tokens");
   }
+  CACHALOT_CHECK(sequence.view->length >= sequence.replay.encoder_from &&
+                     sequence.replay.decoder_from >= sequence.replay.encoder_from,
+                 sequence.view->length,
+                 sequence.replay.encoder_from,
+                 sequence.replay.decoder_from);
   if (!sequence.image.empty() && sequence.image.size() != sequence.tokens.size()) {
     return invalid("the image mask has {} entries for {} tokens", sequence.image.size(), n);
   }
@@ -32,7 +37,8 @@ Status check_sequence(const ModelConfig& config, const StepSequence& sequence) {
   return {};
 }
 
-StepPlan make_plan(const Model& model, std::span<const StepSequence> sequences) {
+// The rows that run through the encoder layers, or those that also run through the decoder layers.
+StepPlan make_plan(const Model& model, std::span<const StepSequence> sequences, bool decoder) {
   const ModelConfig& c = model.config;
   StepPlan plan;
   for (const LayerSpec& layer : model.layers) {
@@ -42,31 +48,44 @@ StepPlan make_plan(const Model& model, std::span<const StepSequence> sequences) 
   }
   for (size_t s = 0; s < sequences.size(); ++s) {
     const StepSequence& sequence = sequences[s];
-    const int64_t start = sequence.view->length;
-    plan.row_begin.push_back(static_cast<int32_t>(plan.rows));
-    plan.start.push_back(static_cast<int32_t>(start));
-    if (!model.engram.empty()) {
-      plan.classes.insert(
-          plan.classes.end(), sequence.view->lookback.begin(), sequence.view->lookback.end());
-    }
     const auto n = static_cast<int64_t>(sequence.tokens.size());
+    const int64_t start = sequence.view->length;
+    const int64_t first =
+        decoder ? std::clamp<int64_t>(sequence.replay.decoder_from - start, 0, n) : 0;
+    if (first == n) {
+      continue;
+    }
+    const auto member = static_cast<int32_t>(plan.member.size());
+    plan.member.push_back(static_cast<int32_t>(s));
+    plan.first.push_back(static_cast<int32_t>(first));
+    plan.row_begin.push_back(static_cast<int32_t>(plan.rows));
+    plan.start.push_back(static_cast<int32_t>(start + first));
+    plan.floor.push_back(static_cast<int32_t>(decoder ? sequence.replay.decoder_from
+                                                      : sequence.replay.encoder_from));
+    std::vector<int32_t> classes;  // look-back and all rows of the step
+    if (!model.engram.empty()) {
+      classes = sequence.view->lookback;
+    }
     for (int64_t i = 0; i < n; ++i) {
       const int32_t token = sequence.tokens[static_cast<size_t>(i)];
       const bool image = !sequence.image.empty() && sequence.image[static_cast<size_t>(i)] != 0;
+      if (!model.engram.empty()) {
+        classes.push_back(image ? -1 : model.token_class[static_cast<size_t>(token)]);
+      }
+      if (i < first) {
+        continue;
+      }
       const int64_t p = start + i;
       const auto row = static_cast<int32_t>(plan.rows);
       plan.token.push_back(token);
       plan.position.push_back(static_cast<int32_t>(p));
-      plan.sequence.push_back(static_cast<int32_t>(s));
+      plan.sequence.push_back(member);
       plan.is_image.push_back(image ? 1 : 0);
-      if (!model.engram.empty()) {
-        plan.classes.push_back(image ? -1 : model.token_class[static_cast<size_t>(token)]);
-      }
       for (auto& [ratio, groups] : plan.groups) {
-        if ((p + 1) % ratio == 0) {
+        if ((p + 1) % ratio == 0 && p >= sequence.replay.stored) {
           const int64_t entry = (p + 1) / ratio - 1;
           groups.row.push_back(row);
-          groups.sequence.push_back(static_cast<int32_t>(s));
+          groups.sequence.push_back(member);
           groups.entry.push_back(static_cast<int32_t>(entry));
           groups.position.push_back(static_cast<int32_t>(entry * ratio));
         }
@@ -76,21 +95,31 @@ StepPlan make_plan(const Model& model, std::span<const StepSequence> sequences) 
       }
       ++plan.rows;
     }
+    plan.classes.insert(
+        plan.classes.end(), classes.begin() + (classes.empty() ? 0 : first), classes.end());
   }
   plan.row_begin.push_back(static_cast<int32_t>(plan.rows));
   CACHALOT_CHECK(plan.rows <= std::numeric_limits<int32_t>::max(), plan.rows, c.vocab_size);
   return plan;
 }
 
-}  // namespace
-
-namespace {
-
 // Tensors of one step on a device, and the temporaries of its ops.
 constexpr int64_t kDeviceStepBytes = int64_t{6} << 30;
 constexpr int64_t kDeviceScratchBytes = int64_t{2} << 30;
 
 }  // namespace
+
+std::vector<int32_t> engram_lookback(const Model& model, std::span<const int32_t> tokens) {
+  if (model.engram.empty()) {
+    return {};
+  }
+  const auto back = static_cast<size_t>(model.config.engram_max_ngram_size - 1);
+  std::vector<int32_t> classes(back, -1);
+  for (size_t i = 0; i < std::min(back, tokens.size()); ++i) {
+    classes[back - 1 - i] = model.token_class[static_cast<size_t>(tokens[tokens.size() - 1 - i])];
+  }
+  return classes;
+}
 
 struct StepRunner::State {
   State(const Model& m, const ops::OpContext& c, Precision p, ops::Memory& d)
@@ -103,7 +132,7 @@ struct StepRunner::State {
   ops::Buffer memory_block, scratch_block;  // of a device
   Arena memory;                             // the step's tensors
   Arena scratch;                            // the ops' temporaries
-  StepPlan plan;
+  StepPlan plan, decoder_plan;
   std::vector<StepSequence> sequences;
   std::vector<float> logits;        // of a device
   std::unique_ptr<InferExec> exec;  // of the last step; null: nothing to commit
@@ -141,9 +170,17 @@ Result<TensorView> StepRunner::run(std::span<const StepSequence> sequences, Obse
   s.memory.reset();
   s.scratch.reset();
   s.sequences.assign(sequences.begin(), sequences.end());
-  s.plan = make_plan(s.model, s.sequences);
-  s.exec = std::make_unique<InferExec>(
-      s.model, s.context, s.precision, s.device, s.memory, s.plan, s.sequences, observer);
+  s.plan = make_plan(s.model, s.sequences, false);
+  s.decoder_plan = make_plan(s.model, s.sequences, true);
+  s.exec = std::make_unique<InferExec>(s.model,
+                                       s.context,
+                                       s.precision,
+                                       s.device,
+                                       s.memory,
+                                       s.plan,
+                                       s.decoder_plan,
+                                       s.sequences,
+                                       observer);
   TensorView logits = forward(*s.exec, s.model);
   Status status = s.exec->status();
   if (status.ok() && s.device.device() != Device::kCpu) {
@@ -165,12 +202,21 @@ Status StepRunner::commit(std::span<const int32_t> accepted) {
   }
   CACHALOT_CHECK(accepted.size() == s.sequences.size(), accepted.size(), s.sequences.size());
   StepArrays arrays(s.memory, s.device, s.context.stream);
-  const TensorView counts = arrays.add(std::vector<int32_t>(accepted.begin(), accepted.end()));
+  const auto counts = [&](const StepPlan& plan) {
+    std::vector<int32_t> rows;
+    for (size_t i = 0; i < plan.member.size(); ++i) {
+      rows.push_back(std::max(0, accepted[static_cast<size_t>(plan.member[i])] - plan.first[i]));
+    }
+    return arrays.add(rows);
+  };
+  const TensorView encoder_counts = counts(s.plan), decoder_counts = counts(s.decoder_plan);
   CACHALOT_RETURN_IF_ERROR(arrays.flush());
   for (const LayerSpec& layer : s.model.layers) {
-    CACHALOT_RETURN_IF_ERROR(ops::window_commit(
-        s.context,
-        {.rows = s.exec->step_rows(), .window = s.exec->window(layer.index), .accepted = counts}));
+    CACHALOT_RETURN_IF_ERROR(
+        ops::window_commit(s.context,
+                           {.rows = s.exec->step_rows(layer),
+                            .window = s.exec->window(layer.index),
+                            .accepted = layer.decoder ? decoder_counts : encoder_counts}));
   }
   for (size_t i = 0; i < s.sequences.size(); ++i) {
     ops::SequenceView& view = *s.sequences[i].view;

@@ -19,6 +19,18 @@ enum class Precision : uint8_t {
   kF32,       // neither; the cache formats stay
 };
 
+// What a bounded replay leaves out of a request's past (docs/caching.md). It is part of the
+// request: the same in every step.
+struct Replay {
+  // The encoder's windows see nothing below; positions below were not run.
+  int64_t encoder_from = 0;
+  // The decoder layers run from here on, and their windows see nothing below. Rows below have no
+  // logits.
+  int64_t decoder_from = 0;
+  // Compressed rows whose group ends before this position are in the caches and stay as they are.
+  int64_t stored = 0;
+};
+
 // One request's share of a step.
 struct StepSequence {
   ops::SequenceView* view = nullptr;  // rows from view->length on are new
@@ -26,7 +38,12 @@ struct StepSequence {
   std::span<const uint8_t> image;     // 1: row of an image span; empty: none are
   bool all_logits = false;            // logits of every row, else of the last one only
   bool no_logits = false;             // none (a prefill chunk before the last)
+  Replay replay;
 };
+
+// Engram classes of the N - 1 positions behind `tokens`, as SequenceView::lookback has them; empty
+// without Engram. None of the tokens lies in an image.
+std::vector<int32_t> engram_lookback(const Model& model, std::span<const int32_t> tokens);
 
 // Runs steps over one execution context. Not thread-safe; one step at a time.
 class StepRunner {

@@ -124,9 +124,21 @@ def test_chat_over_a_pipe(cachalot, checkpoint, tmp_path):
 
 
 def test_unavailable_modes_say_so(cachalot, checkpoint):
-    for flags in (("--mode", "replay"), ("--spec", "dspark"), ("--backend", "cuda")):
+    for flags in (("--spec", "dspark"), ("--backend", "cuda")):
         cachalot("run", "-m", checkpoint(), "-p", "x", "-n", 1, *flags, status=1)
         assert flags[1] in cachalot.errors
+
+
+def test_modes_agree_on_short_prompts(cachalot, checkpoint):
+    # No longer than the window: a replay leaves nothing out.
+    runs = [
+        cachalot("run", "-m", checkpoint(), "-p", "abcdef", "-n", 8, "--mode", mode, "--json")
+        for mode in ("exact", "replay", "halo")
+    ]
+    answers = [json.loads(run) for run in runs]
+    for answer in answers[1:]:
+        assert answer["token_ids"] == answers[0]["token_ids"]
+        assert answer["logprobs"] == answers[0]["logprobs"]
 
 
 def test_stop_strings_and_batches(cachalot, checkpoint, tmp_path):

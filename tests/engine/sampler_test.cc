@@ -46,7 +46,7 @@ TEST(Sampler, FrequenciesFollowTheDistribution) {
   constexpr int kDraws = 50000;
   Sampler sampler({.temperature = 1, .seed = 3});
   for (int i = 0; i < kDraws; ++i) {
-    const int32_t token = sampler.sample(kLogits);
+    const int32_t token = *sampler.sample(kLogits);
     ++counts[static_cast<size_t>(token)];
     sampler.accept(token);
   }
@@ -62,7 +62,7 @@ TEST(Sampler, SameSeedSameDrawsAndPeekingChangesNothing) {
   bool differs = false;
   for (int i = 0; i < 100; ++i) {
     a.sample(kLogits);
-    const int32_t token = a.sample(kLogits);
+    const int32_t token = *a.sample(kLogits);
     EXPECT_EQ(token, b.sample(kLogits));
     differs = differs || token != c.sample(kLogits);
     a.accept(token);
@@ -78,7 +78,7 @@ std::vector<int32_t> support(const SamplingParams& params, const std::vector<flo
   for (uint64_t seed = 0; seed < 2000; ++seed) {
     SamplingParams p = params;
     p.seed = seed;
-    seen[static_cast<size_t>(Sampler(p).sample(logits))] = true;
+    seen[static_cast<size_t>(*Sampler(p).sample(logits))] = true;
   }
   std::vector<int32_t> ids;
   for (size_t i = 0; i < seen.size(); ++i) {
@@ -166,6 +166,19 @@ TEST(StopMatcher, HoldsBackOnlyWhatMayBecomeAStop) {
   EXPECT_EQ(matcher.finish(), "ab");
   StopMatcher first({"two", "one"});
   EXPECT_EQ(first.push("then one two"), "then ");
+}
+
+// A mask is as if the vocabulary lacked what it forbids, for every way to draw.
+TEST(Sampler, MaskedIdsTakeNoPart) {
+  const std::vector<uint32_t> two = {0b1001};  // ids 0 and 3
+  EXPECT_EQ(Sampler({.temperature = 0}).sample(kLogits, two), kLogits[0] > kLogits[3] ? 0 : 3);
+  for (uint64_t seed = 0; seed < 200; ++seed) {
+    const std::vector<float> reduced = {kLogits[0], kLogits[3]};
+    const SamplingParams params{.temperature = 1.3f, .top_k = 2, .top_p = 0.9f, .seed = seed};
+    EXPECT_EQ(*Sampler(params).sample(kLogits, two), *Sampler(params).sample(reduced) * 3);
+  }
+  const std::vector<uint32_t> none = {0};
+  EXPECT_FALSE(Sampler({.temperature = 0}).sample(kLogits, none).has_value());
 }
 
 }  // namespace

@@ -13,10 +13,6 @@ ops::Memory& host_memory() {
   return **ops::backend_memory(ops::Backend::kRef);
 }
 
-std::unique_ptr<SequenceCache> make(const CacheLayout& layout, PagePool& pool) {
-  return std::move(SequenceCache::create(layout, pool).value());
-}
-
 CacheLayout small_layout() {
   CacheLayout layout;
   layout.layers = 3;
@@ -30,6 +26,21 @@ CacheLayout small_layout() {
   layout.page_tokens = 16;
   return layout;
 }
+
+// Pools of one layout and caches over them.
+struct Pools {
+  explicit Pools(const CacheLayout& l, int64_t max_pages = 10)
+      : layout(l),
+        pages(host_memory(), layout.page_bytes(), max_pages),
+        states(host_memory(), layout.state_bytes(), 10) {}
+
+  std::unique_ptr<SequenceCache> make() {
+    return std::move(SequenceCache::create(layout, pages, states).value());
+  }
+
+  CacheLayout layout;
+  PagePool pages, states;
+};
 
 TEST(CacheLayout, ReleasedModelTakes890BytesPerToken) {
   CacheLayout layout;
@@ -46,13 +57,39 @@ TEST(CacheLayout, ReleasedModelTakes890BytesPerToken) {
 
 TEST(PagePool, BoundsAndReusesPages) {
   PagePool pool(host_memory(), 100, 3);
-  uint8_t* a = *pool.take();
-  EXPECT_TRUE(pool.take().ok());
-  EXPECT_TRUE(pool.take().ok());
+  std::vector<PageRef> pages;
+  for (int i = 0; i < 3; ++i) {
+    pages.push_back(*pool.take());
+  }
   EXPECT_EQ(pool.take().error().code(), Code::kResourceExhausted);
-  pool.give_back(a);
+  const uint8_t* freed = pages[1].data();
+  pages.erase(pages.begin() + 1);
   EXPECT_EQ(pool.pages_in_use(), 2);
-  EXPECT_EQ(*pool.take(), a);
+  EXPECT_EQ(pool.pages_free(), 1);
+  EXPECT_EQ(pool.take()->data(), freed);
+}
+
+// A page is free once nobody refers to it, and cached while no user does.
+TEST(PagePool, CountsUsersAndCachesApart) {
+  PagePool pool(host_memory(), 100, 3);
+  PageRef user = *pool.take();
+  EXPECT_EQ(pool.pages_in_use(), 1);
+  PageRef cached = user.for_cache();
+  PageRef second = cached;
+  EXPECT_EQ(pool.pages_in_use(), 1);
+  EXPECT_FALSE(user.only_cached());
+  user = {};
+  EXPECT_EQ(pool.pages_in_use(), 0);
+  EXPECT_EQ(pool.pages_cached(), 1);
+  EXPECT_TRUE(cached.only_cached());
+  PageRef other = cached.for_use();
+  EXPECT_EQ(pool.pages_in_use(), 1);
+  EXPECT_EQ(pool.pages_cached(), 0);
+  second = {};
+  cached = {};
+  EXPECT_EQ(pool.pages_in_use(), 1);
+  const PageRef moved = std::move(other);
+  EXPECT_EQ(pool.pages_free(), 2);
 }
 
 // offsets beyond 2^31 and 2^32.
@@ -76,8 +113,8 @@ TEST(PagedRows, A17_OffsetsAre64Bit) {
 
 TEST(SequenceCache, RowsDoNotOverlap) {
   const CacheLayout layout = small_layout();
-  PagePool pool(host_memory(), layout.page_bytes(), 10);
-  const auto owner = make(layout, pool);
+  Pools pools(layout);
+  const auto owner = pools.make();
   SequenceCache& cache = *owner;
   ASSERT_TRUE(cache.reserve(40).ok());
   const ops::SequenceView& view = cache.view();
@@ -105,8 +142,9 @@ TEST(SequenceCache, RowsDoNotOverlap) {
 
 TEST(SequenceCache, ReserveFailsWithoutSideEffects) {
   const CacheLayout layout = small_layout();
-  PagePool pool(host_memory(), layout.page_bytes(), 2);
-  const auto first = make(layout, pool), second = make(layout, pool);
+  Pools pools(layout, 2);
+  const PagePool& pool = pools.pages;
+  const auto first = pools.make(), second = pools.make();
   SequenceCache &a = *first, &b = *second;
   ASSERT_TRUE(a.reserve(16).ok());
   EXPECT_EQ(b.reserve(17).code(), Code::kResourceExhausted);
@@ -118,8 +156,8 @@ TEST(SequenceCache, ReserveFailsWithoutSideEffects) {
 
 TEST(SequenceCache, DamagedRecordsAreRefused) {
   const CacheLayout layout = small_layout();
-  PagePool pool(host_memory(), layout.page_bytes(), 10);
-  const auto owner = make(layout, pool);
+  Pools pools(layout);
+  const auto owner = pools.make();
   SequenceCache& cache = *owner;
   ASSERT_TRUE(cache.reserve(20).ok());
   cache.view().length = 20;
@@ -131,7 +169,7 @@ TEST(SequenceCache, DamagedRecordsAreRefused) {
   }
   std::memset(cache.view().rings[0], 9, static_cast<size_t>(layout.window_bytes()));
   const std::string record = *cache.save();
-  const auto other_owner = make(layout, pool);
+  const auto other_owner = pools.make();
   SequenceCache& other = *other_owner;
   ASSERT_TRUE(other.restore(record).ok());
   EXPECT_EQ(*other.save(), record);
@@ -146,10 +184,35 @@ TEST(SequenceCache, DamagedRecordsAreRefused) {
   }
   CacheLayout wider = layout;
   wider.window = 5;
-  PagePool wider_pool(host_memory(), wider.page_bytes(), 10);
-  const auto foreign_owner = make(wider, wider_pool);
+  Pools wider_pools(wider);
+  const auto foreign_owner = wider_pools.make();
   SequenceCache& foreign = *foreign_owner;
   EXPECT_EQ(foreign.restore(record).code(), Code::kDataLoss);
+}
+
+// Shared pages are the same memory; a partly filled last one is a copy, and writing it leaves the
+// owner's rows alone.
+TEST(SequenceCache, AdoptedPagesAreSharedAndThePartialOneCopied) {
+  Pools pools(small_layout());
+  const auto owner = pools.make(), guest = pools.make();
+  ASSERT_TRUE(owner->reserve(24).ok());
+  std::memset(owner->view().rings[0], 3, 66);
+  for (int64_t i = 0; i < 24; ++i) {
+    std::memset(owner->view().sources[1].main.row(i), static_cast<int>(i + 1), 36);
+  }
+  const std::vector<PageRef> pages = {owner->page(0), owner->page(1)};
+  ASSERT_TRUE(guest->adopt(pages, 20).ok());
+  ASSERT_TRUE(guest->load_state(*owner->copy_state()).ok());
+  EXPECT_EQ(guest->page_count(), 2);
+  EXPECT_EQ(guest->page(0).data(), owner->page(0).data());
+  EXPECT_NE(guest->page(1).data(), owner->page(1).data());
+  EXPECT_EQ(pools.pages.pages_in_use(), 3);
+  for (int64_t i = 0; i < 20; ++i) {
+    EXPECT_EQ(guest->view().sources[1].main.row(i)[35], i + 1);
+  }
+  EXPECT_EQ(guest->view().rings[0][65], 3);
+  std::memset(guest->view().sources[1].main.row(20), 99, 36);
+  EXPECT_EQ(owner->view().sources[1].main.row(20)[0], 21);
 }
 
 }  // namespace

@@ -1,0 +1,155 @@
+#include "engine/engine.h"
+
+#include <condition_variable>
+#include <deque>
+#include <mutex>
+#include <thread>
+#include <utility>
+
+#include "base/format.h"
+#include "engine/scheduler.h"
+
+namespace cachalot::engine {
+namespace {
+
+// A Scheduler with a thread of its own. Everything under `mutex_` is shared with the callers;
+// everything else belongs to the engine thread.
+class ThreadedEngine : public Engine {
+ public:
+  ThreadedEngine(Runtime& runtime, std::unique_ptr<Scheduler> scheduler)
+      : runtime_(runtime),
+        options_(scheduler->options()),
+        stats_(scheduler->stats()),
+        scheduler_(std::move(scheduler)),
+        thread_([this] { run(); }) {}
+
+  ~ThreadedEngine() override {
+    {
+      const std::lock_guard lock(mutex_);
+      draining_ = cancelling_ = stopping_ = true;
+    }
+    wake_.notify_one();
+    thread_.join();
+  }
+
+  Result<RequestId> submit(EngineRequest request, EventSink sink) override {
+    CACHALOT_RETURN_IF_ERROR(scheduler_->check(request));
+    RequestId id = 0;
+    {
+      const std::lock_guard lock(mutex_);
+      if (draining_) {
+        return error(Code::kUnavailable, "the engine takes no new requests");
+      }
+      const int64_t waiting = stats_.waiting + static_cast<int64_t>(submitted_.size());
+      if (waiting >= options_.max_waiting) {
+        return error(Code::kResourceExhausted, "{} requests are waiting, try again later", waiting);
+      }
+      id = ++last_id_;
+      submitted_.push_back({id, std::move(request), std::move(sink)});
+    }
+    wake_.notify_one();
+    return id;
+  }
+
+  void cancel(RequestId id) override {
+    {
+      const std::lock_guard lock(mutex_);
+      cancelled_.push_back(id);
+    }
+    wake_.notify_one();
+  }
+
+  EngineStats stats() const override {
+    const std::lock_guard lock(mutex_);
+    EngineStats stats = stats_;
+    stats.waiting += static_cast<int64_t>(submitted_.size());
+    return stats;
+  }
+  const EngineOptions& options() const override { return options_; }
+  Runtime& runtime() override { return runtime_; }
+
+  bool drain(std::chrono::milliseconds timeout) override {
+    std::unique_lock lock(mutex_);
+    draining_ = true;
+    if (empty_.wait_for(lock, timeout, [&] { return is_empty(); })) {
+      return true;
+    }
+    cancelling_ = true;
+    wake_.notify_one();
+    empty_.wait(lock, [&] { return is_empty(); });
+    return false;
+  }
+
+ private:
+  struct Submission {
+    RequestId id;
+    EngineRequest request;
+    EventSink sink;
+  };
+
+  bool is_empty() const { return submitted_.empty() && stats_.running + stats_.waiting == 0; }
+
+  void run() {
+    bool stop = false;
+    while (!stop) {
+      bool cancel_all = false;
+      std::deque<Submission> submitted;
+      std::vector<RequestId> cancelled;
+      {
+        std::unique_lock lock(mutex_);
+        wake_.wait(lock, [&] {
+          return !scheduler_->idle() || !submitted_.empty() || !cancelled_.empty() || cancelling_;
+        });
+        submitted.swap(submitted_);
+        cancelled.swap(cancelled_);
+        cancel_all = std::exchange(cancelling_, false);
+        stop = stopping_;
+        // They count as waiting until the scheduler says otherwise.
+        stats_.waiting += static_cast<int64_t>(submitted.size());
+      }
+      for (Submission& s : submitted) {
+        scheduler_->add(s.id, std::move(s.request), std::move(s.sink));
+      }
+      for (RequestId id : cancelled) {
+        scheduler_->cancel(id);
+      }
+      if (cancel_all) {
+        scheduler_->cancel_all();
+      }
+      if (!scheduler_->idle()) {
+        scheduler_->step();
+      }
+      const std::lock_guard lock(mutex_);
+      stats_ = scheduler_->stats();
+      if (is_empty()) {
+        empty_.notify_all();
+      }
+    }
+  }
+
+  Runtime& runtime_;
+  EngineOptions options_;
+
+  mutable std::mutex mutex_;
+  std::condition_variable wake_;   // the engine thread has something to do
+  std::condition_variable empty_;  // all requests have ended
+  std::deque<Submission> submitted_;
+  std::vector<RequestId> cancelled_;
+  bool draining_ = false;
+  bool cancelling_ = false;
+  bool stopping_ = false;
+  RequestId last_id_ = 0;
+  EngineStats stats_;
+
+  std::unique_ptr<Scheduler> scheduler_;
+  std::thread thread_;  // last: it starts when all else is there
+};
+
+}  // namespace
+
+Result<std::unique_ptr<Engine>> Engine::start(Runtime& runtime, const EngineOptions& options) {
+  CACHALOT_TRY(std::unique_ptr<Scheduler> scheduler, Scheduler::create(runtime, options));
+  return std::unique_ptr<Engine>(std::make_unique<ThreadedEngine>(runtime, std::move(scheduler)));
+}
+
+}  // namespace cachalot::engine

@@ -1,0 +1,48 @@
+// The output of one request: from logits to tokens, text and the reason to stop.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "engine/engine.h"
+#include "engine/sampler.h"
+#include "engine/stop_matcher.h"
+#include "text/detokenizer.h"
+
+namespace cachalot::engine {
+
+// What does not depend on scheduling: neither on other requests nor on when steps run.
+class Output {
+ public:
+  // `request` must outlive it. At most `max_tokens` tokens come out; `eos` ends the output unless
+  // the request ignores it.
+  Output(const EngineRequest& request,
+         const text::Tokenizer& tokenizer,
+         int64_t max_tokens,
+         int32_t eos);
+
+  // Draws the next token from `logits` [V] and adds what follows from it to `event`: the token, the
+  // text that is now certain, the end. An error of the constraint is the event's status.
+  void next(std::span<const float> logits, Event& event);
+
+  // The tokens so far, EOS apart.
+  int64_t count() const { return count_; }
+
+ private:
+  void end(StopReason reason, Event& event);
+
+  const EngineRequest& request_;
+  int64_t max_tokens_;
+  int32_t eos_;
+  int64_t count_ = 0;
+  Sampler sampler_;
+  text::Detokenizer detokenizer_;
+  StopMatcher stop_;
+  std::vector<uint32_t> allowed_;
+};
+
+// `token` with its log-probability and the `top` best alternatives.
+TokenOutput token_output(std::span<const float> logits, int32_t token, int64_t top);
+
+}  // namespace cachalot::engine

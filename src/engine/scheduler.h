@@ -1,0 +1,128 @@
+// Which rows of which requests run in the next step, and what becomes of their results.
+//
+// A request waits, runs and ends. It is admitted once its worst case fits: pages are promised, not
+// yet taken, so a running request never fails for want of one. A step takes one row of every
+// request that decodes and up to `chunk` rows of prompts. Half of these go to the request that
+// came first, half to the one with the least left, so that neither a long prompt nor a stream of
+// short ones starves the other.
+//
+// Nothing here changes a result: a row's values depend on its own request alone, wherever its
+// prompt was cut, whatever ran beside it, and whether its rows were computed or found in a cache.
+//
+// Not thread-safe: engine.cc gives it a thread, generator.cc drives it directly.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <span>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "engine/engine.h"
+#include "engine/output.h"
+#include "engine/replay.h"
+#include "engine/runtime.h"
+#include "kvcache/prefix_index.h"
+#include "model/observer.h"
+#include "model/step.h"
+
+namespace cachalot::engine {
+
+class Scheduler {
+ public:
+  static Result<std::unique_ptr<Scheduler>> create(Runtime& runtime, const EngineOptions& options);
+  ~Scheduler();
+
+  // As Engine::submit() promises; reads nothing that changes.
+  Status check(const EngineRequest& request) const;
+  // Queues a checked request. Its events go to `sink` from step() and cancel().
+  void add(RequestId id, EngineRequest request, EventSink sink);
+  // Between steps. The last event is kCancelled; unknown ids are ignored.
+  void cancel(RequestId id);
+  void cancel_all();
+
+  // Nothing runs and nothing waits.
+  bool idle() const { return running_.empty() && waiting_.empty(); }
+  int64_t waiting() const { return static_cast<int64_t>(waiting_.size()); }
+
+  // Ends what is out of time, admits what fits, and runs one step. With an observer every row of a
+  // prompt has logits, which the observer is shown, and only one request may be here.
+  void step(model::Observer* observer = nullptr);
+
+  EngineStats stats() const;
+  const EngineOptions& options() const { return options_; }
+
+ private:
+  struct Sequence;
+  using SequencePtr = std::unique_ptr<Sequence>;
+  // Higher priorities first, then in the order of arrival.
+  using Rank = std::pair<int64_t, uint64_t>;
+
+  Scheduler(Runtime& runtime, const EngineOptions& options);
+
+  void end_expired();
+  void admit();
+  // What a request goes on from: the compressed rows of [0, length), and the window state there or
+  // a replay that rebuilds it.
+  struct Prefix {
+    int64_t length = 0;
+    std::vector<kvcache::PageRef> pages;
+    kvcache::PageRef state;
+    model::Replay replay;
+  };
+  Prefix find_prefix(Sequence& sequence);
+  Status attach(Sequence& sequence, const Prefix& prefix);
+  // Whether the worst case fits beside what is promised to others.
+  bool fits(const Sequence& sequence, const Prefix& prefix) const;
+  // False: there is no room now, or its prefix is still being read.
+  Result<bool> start(Sequence& sequence);
+  // Starts to read what the stores have of the prompt and the page pool has not.
+  void read_ahead(Sequence& sequence);
+  // Takes what was read, from the prompt's page `first_page` on, into the pools, as far as there is
+  // room.
+  Status absorb(const kvcache::Tiers::Loaded& loaded, int64_t first_page);
+  void store(kvcache::ObjectKind kind,
+             const kvcache::PrefixKey& parent,
+             std::span<const int32_t> tokens,
+             const Sequence& sequence,
+             const kvcache::PageRef& content);
+  bool preempt_below(int64_t priority);
+  // Pages that a request can still need.
+  int64_t pages_missing(const Sequence& sequence) const;
+  int64_t pages_for(int64_t positions) const;
+  // Gives up cached pages until `pages` are free, as far as that goes.
+  void make_room(int64_t pages);
+  Status reserve(Sequence& sequence, int64_t positions);
+
+  void share_chunk();
+  // The next position at which a chunk of the sequence must end: where its window state is kept, or
+  // its last token.
+  int64_t next_stop(const Sequence& sequence) const;
+  void run_step(model::Observer* observer);
+  Status run_batch(std::span<Sequence* const> members,
+                   std::span<const model::StepSequence> batch,
+                   model::Observer* observer);
+  // Hands out what rows [first_row, first_row + rows) of the logits say, those of the sequence's
+  // last rows.
+  void deliver(Sequence& sequence, const TensorView& logits, int64_t first_row, int64_t rows);
+  void keep(Sequence& sequence);
+  void keep_state(Sequence& sequence);
+  // The last event of a sequence; it leaves `running_` at the end of the step.
+  void finish(Sequence& sequence, Event event);
+  void send(Sequence& sequence, Event event);
+
+  Runtime& runtime_;
+  EngineOptions options_;
+  std::unique_ptr<model::StepRunner> runner_;
+  kvcache::PrefixIndex prefixes_;
+  ReplayPolicy replay_;
+  std::unique_ptr<kvcache::Tiers> tiers_;  // null: none
+  std::map<Rank, SequencePtr> waiting_;
+  std::map<Rank, SequencePtr> running_;
+  uint64_t arrivals_ = 0;
+  EngineStats stats_;
+};
+
+}  // namespace cachalot::engine

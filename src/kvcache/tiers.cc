@@ -1,0 +1,209 @@
+#include "kvcache/tiers.h"
+
+#include <utility>
+
+#include "base/clock.h"
+#include "base/log.h"
+
+namespace cachalot::kvcache {
+namespace {
+
+// Objects that wait to be written. A store that is slower than the model loses objects, not memory.
+constexpr int64_t kQueueBytes = int64_t{256} << 20;
+constexpr double kWarnSeconds = 60;
+
+}  // namespace
+
+bool Tiers::Load::ready() const {
+  const std::lock_guard lock(mutex_);
+  return ready_;
+}
+
+const Tiers::Loaded& Tiers::Load::wait() const {
+  std::unique_lock lock(mutex_);
+  changed_.wait(lock, [&] { return ready_; });
+  return loaded_;
+}
+
+Result<std::unique_ptr<Tiers>> Tiers::open(const CacheLayout& layout, const TierOptions& options) {
+  std::unique_ptr<Tiers> tiers(new Tiers(layout));
+  const auto add = [&](std::unique_ptr<ObjectStore> store, bool keeps_states) {
+    tiers->stats_.push_back({.name = store->name(), .bytes = store->bytes()});
+    tiers->stores_.push_back({std::move(store), keeps_states, now_seconds() - kWarnSeconds});
+    tiers->keeps_states_ = tiers->keeps_states_ || keeps_states;
+  };
+  if (options.host_bytes > 0) {
+    add(make_memory_store(options.host_bytes), true);
+  }
+  if (!options.disk.empty()) {
+    CACHALOT_TRY(std::unique_ptr<ObjectStore> disk,
+                 open_disk_store(options.disk, options.disk_bytes, options.disk_retention));
+    add(std::move(disk), false);
+  }
+  if (!options.redis.empty()) {
+    CACHALOT_TRY(std::unique_ptr<ObjectStore> redis,
+                 make_redis_store(options.redis, options.redis_ttl));
+    add(std::move(redis), true);
+  }
+  tiers->thread_ = std::thread([t = tiers.get()] { t->run(); });
+  return tiers;
+}
+
+Tiers::~Tiers() {
+  {
+    const std::lock_guard lock(mutex_);
+    stopping_ = true;
+  }
+  wake_.notify_one();
+  if (thread_.joinable()) {
+    thread_.join();
+  }
+}
+
+void Tiers::run() {
+  std::unique_lock lock(mutex_);
+  for (;;) {
+    wake_.wait(lock, [&] { return stopping_ || !loads_.empty() || !puts_.empty(); });
+    std::deque<std::function<void()>>& queue = loads_.empty() ? puts_ : loads_;
+    if (queue.empty()) {
+      return;
+    }
+    const std::function<void()> job = std::move(queue.front());
+    queue.pop_front();
+    busy_ = true;
+    lock.unlock();
+    job();
+    lock.lock();
+    busy_ = false;
+    done_.notify_all();
+  }
+}
+
+void Tiers::flush() {
+  std::unique_lock lock(mutex_);
+  done_.wait(lock, [&] { return loads_.empty() && puts_.empty() && !busy_; });
+}
+
+std::vector<TierStats> Tiers::stats() const {
+  const std::lock_guard lock(mutex_);
+  return stats_;
+}
+
+void Tiers::put(const Object& object) {
+  std::string bytes = encode_object(layout_, object);
+  const auto size = static_cast<int64_t>(bytes.size());
+  {
+    const std::lock_guard lock(mutex_);
+    if (queued_bytes_ + size > kQueueBytes) {
+      return;
+    }
+    queued_bytes_ += size;
+    puts_.push_back([this, kind = object.kind, key = object.key(), bytes = std::move(bytes)] {
+      do_put(kind, key, bytes);
+      const std::lock_guard done(mutex_);
+      queued_bytes_ -= static_cast<int64_t>(bytes.size());
+    });
+  }
+  wake_.notify_one();
+}
+
+void Tiers::do_put(ObjectKind kind, const PrefixKey& key, const std::string& bytes) {
+  for (size_t i = 0; i < stores_.size(); ++i) {
+    if (kind == ObjectKind::kState && !stores_[i].keeps_states) {
+      continue;
+    }
+    ObjectStore& store = *stores_[i].objects;
+    const Status status = store.put(key, bytes);
+    if (!status.ok()) {
+      fault(i, status);
+    }
+    const std::lock_guard lock(mutex_);
+    stats_[i].stored += status.ok() ? 1 : 0;
+    stats_[i].bytes = store.bytes();
+  }
+}
+
+std::shared_ptr<const Tiers::Load> Tiers::load(const PrefixKey& at, std::vector<int32_t> tokens) {
+  auto load = std::make_shared<Load>();
+  {
+    const std::lock_guard lock(mutex_);
+    loads_.push_back([this, at, tokens = std::move(tokens), load] {
+      Loaded loaded;
+      do_load(at, tokens, loaded);
+      {
+        const std::lock_guard done(load->mutex_);
+        load->loaded_ = std::move(loaded);
+        load->ready_ = true;
+      }
+      load->changed_.notify_all();
+    });
+  }
+  wake_.notify_one();
+  return load;
+}
+
+void Tiers::do_load(const PrefixKey& at, std::span<const int32_t> tokens, Loaded& loaded) {
+  const auto page_tokens = static_cast<size_t>(layout_.page_tokens);
+  std::vector<PrefixKey> keys = {at};
+  for (size_t begin = 0; begin + page_tokens <= tokens.size(); begin += page_tokens) {
+    const PrefixKey key = keys.back().then(tokens.subspan(begin, page_tokens));
+    Loaded::Item item;
+    if (!find(ObjectKind::kPage, key, item)) {
+      break;
+    }
+    keys.push_back(key);
+    loaded.items.push_back(std::move(item));
+  }
+  // States are few: only the end of what was found is worth the question.
+  Loaded::Item state;
+  const Object wanted{.kind = ObjectKind::kState, .parent = keys.back()};
+  if (keeps_states_ && find(wanted.kind, wanted.key(), state)) {
+    loaded.items.push_back(std::move(state));
+  }
+}
+
+bool Tiers::find(ObjectKind kind, const PrefixKey& key, Loaded::Item& item) {
+  for (size_t i = 0; i < stores_.size(); ++i) {
+    if (kind == ObjectKind::kState && !stores_[i].keeps_states) {
+      continue;
+    }
+    ObjectStore& store = *stores_[i].objects;
+    Result<std::optional<std::string>> bytes = store.get(key);
+    Status status = bytes.status();
+    bool hit = status.ok() && bytes->has_value();
+    if (hit) {
+      item.bytes = *std::move(*bytes);
+      const Result<Object> object = parse_object(layout_, key, item.bytes, item.tokens);
+      status = object.status();
+      hit = object.ok();
+      if (hit) {
+        item.object = *object;
+      }
+    }
+    if (!status.ok()) {
+      fault(i, status);
+      if (status.code() == Code::kDataLoss) {
+        // What is damaged stays so; a failure to remove it is no news.
+        static_cast<void>(store.remove(key));
+      }
+    }
+    const std::lock_guard lock(mutex_);
+    ++(hit ? stats_[i].hits : stats_[i].misses);
+    if (hit) {
+      return true;
+    }
+  }
+  return false;
+}
+
+void Tiers::fault(size_t store, const Status& status) {
+  const double now = now_seconds();
+  if (now - stores_[store].warned >= kWarnSeconds) {
+    stores_[store].warned = now;
+    log_warning("cache tier '{}': {}", stores_[store].objects->name(), status.message());
+  }
+  const std::lock_guard lock(mutex_);
+  ++stats_[store].faults;
+}
+
+}  // namespace cachalot::kvcache

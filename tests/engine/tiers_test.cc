@@ -1,0 +1,156 @@
+// Prefixes that outlive the page pool, the engine and the machine's neighbours; and every fault of
+// the stores behind it: answers are right all the same.
+#include <filesystem>
+#include <fstream>
+
+#include "tests/engine/scheduler_bench.h"
+#include "tests/engine/t1_fixture.h"
+#include "tests/support/redis_server.h"
+
+namespace cachalot::engine {
+namespace {
+
+class TiersTest : public T1Fixture {
+ protected:
+  static Answer cold(Runtime& runtime, const std::vector<int32_t>& prompt) {
+    Bench bench(runtime, {.prefix_cache = false});
+    return bench.run(request(prompt));
+  }
+  static kvcache::TierStats tier(const Bench& bench, const std::string& name) {
+    for (const kvcache::TierStats& tier : bench.stats().tiers) {
+      if (tier.name == name) {
+        return tier;
+      }
+    }
+    return {};
+  }
+};
+
+// Restart, and the prefix is a hit with the bits of a cold run, in every mode that promises them.
+TEST_F(TiersTest, RestartsFindPrefixesOnDisk) {
+  for (Mode mode : {Mode::kExact, Mode::kHalo, Mode::kReplay}) {
+    const test::TempDirectory directory;
+    const EngineOptions options{.tiers = {.disk = directory.path()}};
+    const auto runtime = open({.mode = mode});
+    const std::vector<int32_t> prompt = tokens(200);
+    const Answer expected = cold(*runtime, prompt);
+    for (int run = 0; run < 3; ++run) {
+      const auto fresh = open({.mode = mode});
+      Bench bench(*fresh, options);
+      const Answer answer = bench.run(request(prompt));
+      EXPECT_EQ(answer.cached, run == 0 ? 0 : 192) << run;
+      if (mode != Mode::kReplay || run == 0) {
+        EXPECT_TRUE(answer.same(expected)) << run;
+      }
+      EXPECT_EQ(bench.stats().replayed_tokens > 0, run > 0);
+      EXPECT_EQ(tier(bench, "disk").faults, 0u);
+    }
+  }
+}
+
+// another checkpoint on the same disk finds nothing of the first.
+TEST_F(TiersTest, A27_OtherWeightsFindNothingOnDisk) {
+  const test::TempDirectory directory;
+  test::TempDirectory other;
+  write_checkpoint(other, 5);
+  const EngineOptions options{.tiers = {.disk = directory.path()}};
+  {
+    const auto first = open();
+    Bench(*first, options).run(request(tokens(200)));
+  }
+  const auto second = std::move(*Runtime::open(other.path(), {.threads = 1}));
+  const Answer expected = cold(*second, tokens(200));
+  Bench bench(*second, options);
+  const Answer answer = bench.run(request(tokens(200)));
+  EXPECT_EQ(answer.cached, 0);
+  EXPECT_TRUE(answer.same(expected));
+}
+
+// Damage to any file of the disk tier costs a hit, never an answer.
+TEST_F(TiersTest, DamagedFilesChangeNoAnswer) {
+  const test::TempDirectory directory;
+  const EngineOptions options{.tiers = {.disk = directory.path()}};
+  const auto runtime = open();
+  const std::vector<int32_t> prompt = tokens(200);
+  const Answer expected = cold(*runtime, prompt);
+  for (int round = 0; round < 6; ++round) {
+    for (const auto& entry : std::filesystem::directory_iterator(directory.path())) {
+      if (!entry.is_regular_file() || entry.file_size() == 0) {
+        continue;
+      }
+      if (round % 2 == 0) {
+        std::filesystem::resize_file(entry.path(), entry.file_size() * 2 / 3);
+      } else {
+        std::fstream file(entry.path(), std::ios::in | std::ios::out | std::ios::binary);
+        for (uintmax_t at = static_cast<uintmax_t>(round); at < entry.file_size(); at += 211) {
+          file.seekp(static_cast<std::streamoff>(at));
+          file.put('\x33');
+        }
+      }
+    }
+    Bench bench(*runtime, options);
+    EXPECT_TRUE(bench.run(request(prompt)).same(expected)) << round;
+    EXPECT_TRUE(bench.run(request(prompt)).same(expected)) << round;
+  }
+}
+
+// pages that left the pool come back from main memory, and the replay runs once.
+TEST_F(TiersTest, A28_PagesComeBackFromMainMemory) {
+  const auto runtime = open({.max_cached_tokens = 20 * kPage});
+  const std::vector<int32_t> prompt = tokens(200);
+  const Answer expected = cold(*runtime, prompt);
+  Bench bench(*runtime, {.cached_states = 0, .tiers = {.host_bytes = 1 << 22}});
+  EXPECT_TRUE(bench.run(request(prompt)).same(expected));
+  for (uint64_t i = 2; i < 5; ++i) {
+    bench.run(request(tokens(250, i)));
+  }
+  EXPECT_GT(bench.stats().evictions, 0u);
+  const uint64_t before = bench.stats().replayed_tokens;
+  const Answer again = bench.run(request(prompt));
+  EXPECT_TRUE(again.same(expected));
+  EXPECT_EQ(again.cached, 192);
+  // 70 rows rebuild the windows of all ten layers of t1.
+  EXPECT_EQ(bench.stats().replayed_tokens - before, 70u);
+  EXPECT_GT(tier(bench, "host").hits, 0u);
+}
+
+// Two engines share rows and window states through a server; when it dies they go on alone.
+TEST_F(TiersTest, EnginesShareThroughRedisAndOutliveIt) {
+  test::RedisServer server;
+  if (!server.running()) {
+    GTEST_SKIP() << "redis-server is not installed";
+  }
+  const auto runtime = open(), neighbour = open();
+  const std::vector<int32_t> prompt = tokens(40), other = tokens(45, 2);
+  const Answer expected = cold(*runtime, prompt), other_expected = cold(*runtime, other);
+  const EngineOptions options{.tiers = {.redis = server.url()}};
+  {
+    Bench first(*runtime, options);
+    EXPECT_TRUE(first.run(request(prompt)).same(expected));
+  }
+  Bench second(*neighbour, options);
+  const Answer shared = second.run(request(prompt));
+  EXPECT_TRUE(shared.same(expected));
+  // With the state nothing is run again, although the prompt is too short for a replay.
+  EXPECT_EQ(shared.cached, 32);
+  EXPECT_EQ(second.stats().replayed_tokens, 0u);
+  server.kill();
+  EXPECT_TRUE(second.run(request(other)).same(other_expected));
+  EXPECT_TRUE(second.run(request(other)).same(other_expected));
+  EXPECT_TRUE(second.run(request(prompt)).same(expected));
+  EXPECT_GT(tier(second, "redis").faults, 0u);
+  // A server that was never there is no reason not to start.
+  Bench third(*neighbour, options);
+  EXPECT_TRUE(third.run(request(prompt)).same(expected));
+}
+
+TEST_F(TiersTest, ATierThatCannotBeOpenedSaysSo) {
+  const auto runtime = open();
+  EXPECT_EQ(Scheduler::create(*runtime, {.tiers = {.disk = "/proc/nowhere"}}).error().code(),
+            Code::kUnavailable);
+  EXPECT_EQ(Scheduler::create(*runtime, {.tiers = {.redis = "nowhere"}}).error().code(),
+            Code::kInvalidArgument);
+}
+
+}  // namespace
+}  // namespace cachalot::engine

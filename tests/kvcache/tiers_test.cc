@@ -1,0 +1,301 @@
+// Stores behind the page pools: what they may lose, and that what they return is right.
+#include "kvcache/tiers.h"
+
+#include <gtest/gtest.h>
+#include <signal.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstring>
+#include <filesystem>
+#include <fstream>
+#include <numeric>
+
+#include "base/file.h"
+#include "tests/support/redis_server.h"
+#include "tests/support/temp_directory.h"
+
+namespace cachalot::kvcache {
+namespace {
+
+CacheLayout layout() {
+  CacheLayout l;
+  l.layers = 2;
+  l.window = 4;
+  l.window_row_bytes = 66;
+  l.main_row_bytes = 36;
+  l.index_row_bytes = 17;
+  l.ratios = {2, 1};
+  l.compressed_dim = 8;
+  l.lookback = 3;
+  l.page_tokens = 4;
+  return l;
+}
+
+std::vector<int32_t> tokens(int64_t count, int32_t first = 1) {
+  std::vector<int32_t> ids(static_cast<size_t>(count));
+  std::iota(ids.begin(), ids.end(), first);
+  return ids;
+}
+
+PrefixKey key(int i) {
+  return PrefixKey().then(tokens(1, i));
+}
+
+// A page object of the given tokens behind `parent`, filled with `mark`.
+struct PageObject {
+  PageObject(const PrefixKey& parent, std::vector<int32_t> ids, uint8_t mark)
+      : tokens(std::move(ids)),
+        rows(static_cast<size_t>(layout().page_bytes()), mark),
+        object{.parent = parent, .tokens = tokens, .first = rows, .second = {}} {}
+  std::vector<int32_t> tokens;
+  std::vector<uint8_t> rows;
+  Object object;
+};
+
+TEST(Object, RoundTripAndEveryDamage) {
+  const PageObject page(key(1), tokens(4), 7);
+  std::vector<uint8_t> state(static_cast<size_t>(layout().state_bytes()), 9);
+  const std::vector<int32_t> two = {5, 6};
+  const Object partial{.kind = ObjectKind::kState,
+                       .parent = key(2),
+                       .tokens = two,
+                       .decoder_from = 3,
+                       .first = state,
+                       .second = page.rows};
+  for (const Object& object : {page.object, partial}) {
+    const std::string bytes = encode_object(layout(), object);
+    std::vector<int32_t> ids;
+    const Result<Object> parsed = parse_object(layout(), object.key(), bytes, ids);
+    ASSERT_TRUE(parsed.ok()) << parsed.error().message();
+    EXPECT_EQ(parsed->kind, object.kind);
+    EXPECT_EQ(parsed->parent, object.parent);
+    EXPECT_EQ(parsed->decoder_from, object.decoder_from);
+    EXPECT_TRUE(std::ranges::equal(parsed->tokens, object.tokens));
+    EXPECT_TRUE(std::ranges::equal(parsed->first, object.first));
+    EXPECT_TRUE(std::ranges::equal(parsed->second, object.second));
+    for (size_t i = 0; i < bytes.size(); ++i) {
+      std::string bad = bytes;
+      bad[i] = static_cast<char>(bad[i] ^ 0x20);
+      EXPECT_EQ(parse_object(layout(), object.key(), bad, ids).error().code(), Code::kDataLoss);
+    }
+    for (size_t size = 0; size < bytes.size(); size += 9) {
+      EXPECT_FALSE(parse_object(layout(), object.key(), bytes.substr(0, size), ids).ok());
+    }
+    EXPECT_FALSE(parse_object(layout(), key(99), bytes, ids).ok());
+    CacheLayout other = layout();
+    other.window = 5;
+    EXPECT_FALSE(parse_object(other, object.key(), bytes, ids).ok());
+  }
+  EXPECT_NE(page.object.key(),
+            (Object{.kind = ObjectKind::kState,
+                    .parent = page.object.parent,
+                    .tokens = page.tokens,
+                    .first = {},
+                    .second = {}}
+                 .key()));
+}
+
+// the entry just written is protected, and one larger than the budget is not stored.
+void check_budget(ObjectStore& store) {
+  const std::string object(60, 'x');
+  for (int i = 0; i < 3; ++i) {
+    ASSERT_TRUE(store.put(key(i), object).ok());
+    EXPECT_EQ(store.get(key(i))->value(), object);
+    EXPECT_EQ(store.bytes(), 60);
+  }
+  EXPECT_FALSE(store.get(key(0))->has_value());
+  ASSERT_TRUE(store.put(key(9), std::string(101, 'y')).ok());
+  EXPECT_FALSE(store.get(key(9))->has_value());
+  EXPECT_EQ(store.get(key(2))->value(), object);
+  ASSERT_TRUE(store.put(key(3), std::string(30, 'z')).ok());
+  EXPECT_TRUE(store.get(key(2))->has_value());
+  EXPECT_EQ(store.bytes(), 90);
+  ASSERT_TRUE(store.remove(key(2)).ok());
+  EXPECT_EQ(store.bytes(), 30);
+}
+
+TEST(MemoryStore, A29_TheBudgetHolds) {
+  const auto store = make_memory_store(100);
+  check_budget(*store);
+}
+
+TEST(DiskStore, A29_TheBudgetHolds) {
+  const test::TempDirectory directory;
+  const auto store = open_disk_store(directory.path(), 100, 1000);
+  ASSERT_TRUE(store.ok()) << store.error().message();
+  check_budget(**store);
+}
+
+std::string content(int i) {
+  return std::string(static_cast<size_t>(3000 + i), static_cast<char>('a' + i % 26));
+}
+
+TEST(DiskStore, SurvivesRestartsWithinItsBounds) {
+  const test::TempDirectory directory;
+  for (int run = 0; run < 3; ++run) {
+    auto store = std::move(open_disk_store(directory.path(), 1 << 20, 1000).value());
+    for (int i = 0; i < 10 * run; ++i) {
+      EXPECT_EQ(store->get(key(i))->value(), content(i));
+    }
+    for (int i = 0; i < 10 * (run + 1); ++i) {
+      ASSERT_TRUE(store->put(key(i), content(i)).ok());
+    }
+  }
+  {
+    // A smaller budget keeps the newest.
+    auto store = std::move(open_disk_store(directory.path(), 10000, 1000).value());
+    EXPECT_LE(store->bytes(), 10000);
+    EXPECT_TRUE(store->get(key(29))->has_value());
+    EXPECT_FALSE(store->get(key(0))->has_value());
+  }
+  // One process at a time.
+  const auto first = open_disk_store(directory.path(), 10000, 1000);
+  EXPECT_EQ(open_disk_store(directory.path(), 10000, 1000).error().code(), Code::kUnavailable);
+  EXPECT_TRUE((*first)->get(key(29))->has_value());
+}
+
+TEST(DiskStore, ForgetsWhatWasNotUsedForTheRetention) {
+  const test::TempDirectory directory;
+  auto store = std::move(open_disk_store(directory.path(), 1 << 20, 0).value());
+  ASSERT_TRUE(store->put(key(1), "x").ok());
+  EXPECT_FALSE(store->get(key(1))->has_value());
+  EXPECT_EQ(store->bytes(), 0);
+  EXPECT_EQ(open_disk_store("/proc/nowhere", 100, 100).error().code(), Code::kUnavailable);
+}
+
+// A process that is killed in the middle of writing loses at most what it was writing.
+TEST(DiskStore, AKilledWriterLosesNothingThatWasThere) {
+  const test::TempDirectory directory;
+  const pid_t child = ::fork();
+  if (child == 0) {
+    auto store = std::move(open_disk_store(directory.path(), 1 << 30, 1000).value());
+    for (int i = 0; i < 40; ++i) {
+      if (!store->put(key(i), content(i)).ok()) {
+        ::_exit(1);
+      }
+    }
+    ::kill(::getpid(), SIGKILL);
+  }
+  int status = 0;
+  ASSERT_EQ(::waitpid(child, &status, 0), child);
+  ASSERT_TRUE(WIFSIGNALED(status));
+  auto store = std::move(open_disk_store(directory.path(), 1 << 30, 1000).value());
+  for (int i = 0; i < 40; ++i) {
+    EXPECT_EQ(store->get(key(i))->value(), content(i)) << i;
+  }
+}
+
+// Whatever happens to a file, the store opens, and what the tiers return is right or absent.
+TEST(Tiers, DamagedFilesAreMisses) {
+  const test::TempDirectory directory;
+  constexpr int kPages = 8;
+  const std::vector<int32_t> ids = tokens(4 * kPages);
+  const auto fill = [&] {
+    const auto tiers =
+        std::move(Tiers::open(layout(), {.disk = directory.path(), .disk_bytes = 1 << 20}).value());
+    PrefixKey at;
+    for (int i = 0; i < kPages; ++i) {
+      const PageObject page(at, tokens(4, 1 + 4 * i), static_cast<uint8_t>(i));
+      tiers->put(page.object);
+      at = page.object.key();
+    }
+  };
+  const auto count_right = [&] {
+    const auto tiers =
+        std::move(Tiers::open(layout(), {.disk = directory.path(), .disk_bytes = 1 << 20}).value());
+    const auto load = tiers->load(PrefixKey(), ids);
+    uint8_t i = 0;
+    for (const Tiers::Loaded::Item& item : load->wait().items) {
+      EXPECT_TRUE(std::ranges::all_of(item.object.first, [&](uint8_t b) { return b == i; }));
+      ++i;
+    }
+    return static_cast<int>(i);
+  };
+  fill();
+  EXPECT_EQ(count_right(), kPages);
+  std::vector<std::string> files;
+  for (const auto& entry : std::filesystem::directory_iterator(directory.path())) {
+    files.push_back(entry.path().filename().string());
+  }
+  ASSERT_GE(files.size(), 4u);
+  int losses = 0;
+  for (const std::string& name : files) {
+    for (int damage = 0; damage < 3; ++damage) {
+      const std::string path = directory.file(name);
+      if (!std::filesystem::exists(path)) {
+        continue;
+      }
+      const auto size = std::filesystem::file_size(path);
+      if (damage == 0) {
+        std::filesystem::resize_file(path, size / 2);
+      } else if (damage == 1) {
+        std::filesystem::remove(path);
+      } else if (size > 0) {
+        std::fstream file(path, std::ios::in | std::ios::out | std::ios::binary);
+        for (uintmax_t at = size / 3; at < size; at += 97) {
+          file.seekp(static_cast<std::streamoff>(at));
+          file.put('\x5A');
+        }
+      }
+      losses += count_right() < kPages ? 1 : 0;
+      fill();
+      EXPECT_EQ(count_right(), kPages) << name << " " << damage;
+    }
+  }
+  EXPECT_GT(losses, 0);
+}
+
+// The near stores answer first, a state comes with the pages, and a foreign object is a fault.
+TEST(Tiers, LoadsAPrefixAndItsState) {
+  auto tiers = std::move(Tiers::open(layout(), {.host_bytes = 1 << 20}).value());
+  const PageObject first(PrefixKey(), tokens(4), 1), second(first.object.key(), tokens(4, 5), 2);
+  std::vector<uint8_t> state(static_cast<size_t>(layout().state_bytes()), 9);
+  tiers->put(first.object);
+  tiers->put(second.object);
+  tiers->put({.kind = ObjectKind::kState,
+              .parent = second.object.key(),
+              .decoder_from = 2,
+              .first = state,
+              .second = {}});
+  EXPECT_TRUE(tiers->keeps_states());
+  tiers->flush();
+  const auto load = tiers->load(PrefixKey(), tokens(15));
+  const Tiers::Loaded& loaded = load->wait();
+  EXPECT_TRUE(load->ready());
+  ASSERT_EQ(loaded.items.size(), 3u);
+  EXPECT_EQ(loaded.items[1].object.first[0], 2);
+  EXPECT_EQ(loaded.items[2].object.kind, ObjectKind::kState);
+  EXPECT_EQ(loaded.items[2].object.decoder_from, 2);
+  EXPECT_TRUE(tiers->load(first.object.key(), tokens(4, 50))->wait().items.empty());
+  EXPECT_EQ(tiers->load(first.object.key(), tokens(4, 5))->wait().items.size(), 2u);
+  const std::vector<TierStats> stats = tiers->stats();
+  EXPECT_EQ(stats[0].stored, 3u);
+  EXPECT_EQ(stats[0].faults, 0u);
+  EXPECT_GT(stats[0].hits, 4u);
+  EXPECT_FALSE(Tiers::open(layout(), {.redis = "http://x"}).ok());
+}
+
+TEST(RedisStore, ALostServerIsAMiss) {
+  EXPECT_FALSE(make_redis_store("redis://", 1).ok());
+  EXPECT_FALSE(make_redis_store("redis://h:99999", 1).ok());
+  test::RedisServer server;
+  if (!server.running()) {
+    GTEST_SKIP() << "redis-server is not installed";
+  }
+  auto store = std::move(make_redis_store(server.url(), 100).value());
+  const std::string object("a\0b\r\nc", 6);
+  ASSERT_TRUE(store->put(key(1), object).ok());
+  EXPECT_EQ(store->get(key(1))->value(), object);
+  EXPECT_FALSE(store->get(key(2))->has_value());
+  ASSERT_TRUE(store->remove(key(1)).ok());
+  EXPECT_FALSE(store->get(key(1))->has_value());
+  server.kill();
+  EXPECT_EQ(store->get(key(1)).error().code(), Code::kUnavailable);
+  EXPECT_EQ(store->put(key(1), object).code(), Code::kUnavailable);
+  EXPECT_EQ(store->get(key(1)).error().code(), Code::kUnavailable);
+}
+
+}  // namespace
+}  // namespace cachalot::kvcache
