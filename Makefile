@@ -6,6 +6,7 @@ MODEL ?= build/models/t1
 
 build:
 	@tools/install.sh build
+	@tools/grammar.sh
 	@test -f build/build.ninja || cmake --preset release
 	cmake --build --preset release -j $(JOBS) --target cachalot
 
@@ -37,6 +38,7 @@ bench: build
 
 cuda:
 	@tools/install.sh build
+	@tools/grammar.sh
 	cmake --preset cuda
 	cmake --build --preset cuda -j $(JOBS)
 

@@ -4,7 +4,7 @@
 function(cachalot_module name)
   cmake_parse_arguments(ARG "" "" "DEPS;LINKS" ${ARGN})
   file(GLOB_RECURSE sources CONFIGURE_DEPENDS ${CMAKE_SOURCE_DIR}/src/${name}/*.cc)
-  list(FILTER sources EXCLUDE REGEX "/ops/cuda/")
+  list(FILTER sources EXCLUDE REGEX "/ops/cuda/|/text/grammar")
   if(NOT sources)
     add_library(cachalot_${name} INTERFACE)
     target_link_libraries(cachalot_${name} INTERFACE cachalot::flags)

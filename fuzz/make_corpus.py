@@ -71,9 +71,62 @@ def tokenizer_seeds(binary):
             write("tokenizer", f"byte_level_{size}", json.dumps(tokenizer, separators=(",", ":")))
 
 
+def request_seeds():
+    user = {"role": "user", "content": "hi"}
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{\"a\": 1}"}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+    chat = {"messages": [user], "stream": True, "stream_options": {"include_usage": True}, "stop": ["x"],
+            "logprobs": True, "top_logprobs": 2, "seed": 1, "logit_bias": {"5": 1}, "max_tokens": 3}
+    tools = {"messages": [user, {"role": "assistant", "content": None, "tool_calls": [call]},
+                          {"role": "tool", "tool_call_id": "c", "content": "1"}],
+             "tools": [tool], "tool_choice": "auto", "reasoning_effort": "max",
+             "structured_outputs": {"choice": ["a"]}}
+    anthropic = {"max_tokens": 5, "system": [{"type": "text", "text": "s"}], "thinking": {"type": "enabled"},
+                 "messages": [user, {"role": "assistant", "content": [
+                     {"type": "thinking", "thinking": "t"},
+                     {"type": "tool_use", "id": "c", "name": "f", "input": {}}]},
+                     {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": "1"}]}],
+                 "tools": [{"name": "f", "input_schema": {"type": "object"}}], "tool_choice": {"type": "auto"}}
+    responses = {"instructions": "i", "reasoning": {"effort": "low"}, "input": [
+        {"role": "user", "content": [{"type": "input_text", "text": "x"}]}, {"type": "reasoning", "summary": []},
+        {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c", "output": "1"}],
+        "tools": [{"type": "custom", "name": "p"}, {"type": "function", "name": "f"}]}
+    for first, name, body in (
+        ("\0", "chat", chat), ("\0", "tools", tools), ("\1", "text", {"prompt": "x", "echo": True, "logprobs": 1}),
+        ("\1", "ids", {"prompt": [[5, 6], "x"], "n": 2}), ("\1", "middle", {"prompt": "a", "suffix": "b"}),
+        ("\2", "messages", anthropic), ("\3", "responses", responses),
+    ):
+        write("requests", name, first + json.dumps(body))
+
+
+def http_seeds():
+    head = "Host: x\r\n"
+    write("http", "get", f"GET /a HTTP/1.1\r\n{head}\r\n")
+    write("http", "stream", f"GET / HTTP/1.1\r\n{head}\r\n")
+    write("http", "post", f"POST /a HTTP/1.1\r\n{head}Content-Length: 2\r\n\r\nhi")
+    write("http", "chunked", f"POST /a HTTP/1.1\r\n{head}Transfer-Encoding: chunked\r\n\r\n2\r\nhi\r\n0\r\n\r\n")
+    write("http", "expect", f"POST /a HTTP/1.0\r\n{head}Expect: 100-continue\r\nContent-Length: 1\r\n\r\nx")
+    write("http", "pipelined", f"GET / HTTP/1.1\r\n{head}\r\nGET /a HTTP/1.1\r\n{head}Connection: close\r\n\r\n")
+
+
+def chat_parser_seeds():
+    # A byte above 0xF0 is a control token, see the target: 0xF9 ends reasoning, 0xFA is the DSML marker.
+    end, dsml = b"\xf9", b"\xfa"
+    call = (b"\n\n<%s calls>\n<%s invoke name=\"f\">\n<%s parameter name=\"a\" string=\"true\">x</%s parameter>\n"
+            b"<%s parameter name=\"b\" string=\"false\">[1]</%s parameter>\n</%s invoke>\n</%s calls>" % ((dsml,) * 8))
+    write("chat_parser", "calls", b"\x00think" + end + b"text" + call)
+    write("chat_parser", "open", b"\x03" + call[10:])
+    write("chat_parser", "json", b"\x09```json\n{\"a\": 1}\n```")
+    write("chat_parser", "stop", b"\x21text stop more")
+
+
 def main():
     safetensors_seeds()
     config_seeds()
+    request_seeds()
+    http_seeds()
+    chat_parser_seeds()
     if len(sys.argv) > 1:
         tokenizer_seeds(sys.argv[1])
 

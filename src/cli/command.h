@@ -20,6 +20,7 @@ void add_tokenize(CLI::App& app, Action& action);
 void add_score(CLI::App& app, Action& action);
 void add_run(CLI::App& app, Action& action);
 void add_chat(CLI::App& app, Action& action);
+void add_serve(CLI::App& app, Action& action);
 void add_bench(CLI::App& app, Action& action);
 
 }  // namespace cachalot::cli

@@ -19,6 +19,7 @@ int main(int argc, char** argv) {
                     cachalot::cli::add_score,
                     cachalot::cli::add_run,
                     cachalot::cli::add_chat,
+                    cachalot::cli::add_serve,
                     cachalot::cli::add_bench}) {
     add(app, action);
   }

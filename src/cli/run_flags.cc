@@ -61,6 +61,8 @@ Result<std::unique_ptr<engine::Runtime>> open_runtime(const RunFlags& flags) {
                                         : engine::Mode::kExact;
   options.precision =
       flags.precision == "f32" ? model::Precision::kF32 : model::Precision::kOfficial;
+  options.page_tokens = flags.page_tokens;
+  options.max_cached_tokens = flags.max_cached_tokens;
   if (flags.spec != "off") {
     return error(Code::kUnimplemented, "--spec {} is not available; use --spec off", flags.spec);
   }

@@ -20,6 +20,9 @@ struct RunFlags {
   std::string spec = "off";
   std::string dump_dir;
   std::string force_dir;
+  // Of serve alone.
+  int64_t page_tokens = 0;        // 0: a default of the model
+  int64_t max_cached_tokens = 0;  // 0: bounded by memory alone
 
   void add_to(CLI::App& app);
   engine::GeneratorOptions generator_options() const { return {.chunk = chunk}; }

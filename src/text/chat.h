@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "base/status.h"
+#include "text/json_tree.h"
 #include "text/tokenizer.h"
 
 namespace cachalot::text {
@@ -99,6 +100,21 @@ Result<int32_t> effort_of(std::string_view name);
 // none turns thinking off. thinking.type overrides that, and both override chat_template_kwargs.
 // Errors: kInvalidArgument naming the field, e.g. "messages[2].content[0].text must be a string".
 Result<ChatRequest> parse_chat_request(std::string_view json);
+// The same for a body that is parsed already; leaves `root` in an unspecified state.
+Result<ChatRequest> parse_chat_request(Json& root);
+
+// Parts that other dialects share with the chat-completions body; `path` names the value in errors.
+
+struct Effort {
+  bool thinking = true;  // false for "none"
+  int32_t value = 75;
+};
+// An integer 1..100 or a name.
+Result<Effort> read_effort(const Json& value, const std::string& path);
+// The field "thinking", {"type": "enabled", "adaptive" or "disabled"}, if it is there.
+Status read_thinking(const Json& root, ChatRequest* out);
+// A string, or an array of blocks: text, image_url or image, tool_result.
+Result<std::vector<ContentBlock>> read_content(const Json& content, const std::string& path);
 
 // A tool from its parts. `parameters` is the JSON text of a schema object, or empty for none.
 // Errors: an empty name, `parameters` that are not an object.

@@ -253,7 +253,7 @@ void ChatParser::on_marker(const Marker& marker) {
     case Kind::kKeyEndJson: {
       const bool is_string = marker.kind == Kind::kKeyEndString;
       emit_arguments(first_parameter_ ? "{" : ", ");
-      emit_arguments(internal::python_string(word_) + (is_string ? ": \"" : ": "));
+      emit_arguments(python_string(word_) + (is_string ? ": \"" : ": "));
       first_parameter_ = false;
       enter(is_string ? State::kStringValue : State::kJsonValue);
       return;
@@ -354,7 +354,7 @@ void ChatParser::deliver(const std::string& whole) {
       return;
     case State::kStringValue: {
       std::string escaped;
-      internal::append_python_escaped(escaped, whole);
+      append_python_escaped(escaped, whole);
       emit_arguments(escaped);
       return;
     }

@@ -12,8 +12,6 @@
 namespace cachalot::text {
 namespace {
 
-using internal::Json;
-
 // Trained text. {D} is the DSML token, {T} and {/T} are the tokens around reasoning.
 constexpr std::string_view kToolsHead = R"(## Tools
 
@@ -306,9 +304,9 @@ class Renderer {
 
   void parameters(const ToolCall& call) {
     // The text may be JSON that was encoded twice.
-    Result<Json> arguments = internal::parse_json(call.arguments, "arguments");
+    Result<Json> arguments = parse_json(call.arguments, "arguments");
     if (arguments.ok() && arguments->is_string()) {
-      arguments = internal::parse_json(std::string(arguments->text), "arguments");
+      arguments = parse_json(std::string(arguments->text), "arguments");
     }
     if (!arguments.ok() || !arguments->is_object()) {
       parameter("arguments", "true", call.arguments);
@@ -320,7 +318,7 @@ class Renderer {
       if (value.is_string()) {
         parameter(arguments->keys[i], "true", value.text);
       } else {
-        parameter(arguments->keys[i], "false", internal::python_json(value));
+        parameter(arguments->keys[i], "false", python_json(value));
       }
     }
   }

@@ -3,95 +3,13 @@
 
 #include "base/format.h"
 #include "text/chat.h"
+#include "text/json_fields.h"
 #include "text/json_tree.h"
 
 namespace cachalot::text {
 namespace {
 
-using internal::Json;
 using Kind = Json::Kind;
-
-Status must_be(std::string_view path, std::string_view expected, const Json& got) {
-  return invalid("{} must be {}, not {}", path, expected, internal::kind_name(got.kind));
-}
-
-std::string child(std::string_view path, std::string_view key) {
-  return path.empty() ? std::string(key) : fmt::format("{}.{}", path, key);
-}
-
-// The value of a key, with null counting as absent.
-const Json* present(const Json& object, std::string_view key) {
-  const Json* value = object.find(key);
-  return value != nullptr && !value->is_null() ? value : nullptr;
-}
-
-// An absent string is empty.
-Result<std::string> string_field(const Json& object, std::string_view path, std::string_view key) {
-  const Json* value = present(object, key);
-  if (value == nullptr) {
-    return std::string();
-  }
-  if (!value->is_string()) {
-    return must_be(child(path, key), "a string", *value);
-  }
-  return value->text;
-}
-
-Result<std::string> required_string(const Json& object,
-                                    std::string_view path,
-                                    std::string_view key) {
-  CACHALOT_TRY(std::string text, string_field(object, path, key));
-  if (text.empty()) {
-    return invalid("{} must be a string that is not empty", child(path, key));
-  }
-  return text;
-}
-
-Result<std::optional<bool>> bool_field(const Json& object,
-                                       std::string_view path,
-                                       std::string_view key) {
-  const Json* value = present(object, key);
-  if (value == nullptr) {
-    return std::optional<bool>();
-  }
-  if (!value->is(Kind::kBool)) {
-    return must_be(child(path, key), "a boolean", *value);
-  }
-  return std::optional<bool>(value->flag);
-}
-
-// null if absent.
-Result<const Json*> object_field(const Json& object, std::string_view path, std::string_view key) {
-  const Json* value = present(object, key);
-  if (value != nullptr && !value->is_object()) {
-    return must_be(child(path, key), "an object", *value);
-  }
-  return value;
-}
-
-Result<const Json*> array_field(const Json& object, std::string_view path, std::string_view key) {
-  const Json* value = present(object, key);
-  if (value != nullptr && !value->is_array()) {
-    return must_be(child(path, key), "an array", *value);
-  }
-  return value;
-}
-
-Json string_value(std::string text) {
-  Json value;
-  value.kind = Kind::kString;
-  value.text = std::move(text);
-  return value;
-}
-
-void set(Json& object, std::string_view key, Json value) {
-  if (Json* old = object.find(key)) {
-    *old = std::move(value);
-    return;
-  }
-  object.keys.emplace_back(key);
-  object.items.push_back(std::move(value));
-}
 
 // ---- content ------------------------------------------------------------------------------------
 
@@ -234,7 +152,7 @@ Result<ToolDefinition> parse_tool(Json& tool, const std::string& path) {
   if (!space.description.empty()) {
     set(function, "description", string_value(space.description + "\n" + description));
   }
-  out.json = internal::python_json(function);
+  out.json = python_json(function);
   return out;
 }
 
@@ -260,7 +178,7 @@ Result<ToolCall> parse_tool_call(const Json& call, const std::string& path) {
   CACHALOT_TRY(out.name, parse_tool_name(call, *function, path));
   const Json* arguments = present(*function, "arguments");
   if (arguments != nullptr && arguments->is_object()) {
-    out.arguments = internal::python_json(*arguments);
+    out.arguments = python_json(*arguments);
   } else if (arguments != nullptr) {
     if (!arguments->is_string()) {
       return must_be(path + ".function.arguments", "a string or an object", *arguments);
@@ -343,7 +261,7 @@ Result<Message> parse_message(Json& json, const std::string& path, bool last) {
 
   CACHALOT_TRY(const Json* format_object, object_field(json, path, "response_format"));
   if (format_object != nullptr && out.role == Role::kSystem) {
-    out.response_format = internal::python_json(*format_object);
+    out.response_format = python_json(*format_object);
   }
   if (out.role == Role::kTool) {
     CACHALOT_TRY(out.tool_call_id, string_field(json, path, "tool_call_id"));
@@ -369,58 +287,19 @@ Result<Message> parse_message(Json& json, const std::string& path, bool last) {
 
 // ---- the rest of the request --------------------------------------------------------------------
 
-struct Effort {
-  bool given = false;
-  bool thinking = true;
-  int32_t value = 75;
-};
-
-// The names of the public API; the model itself knows low, high and max.
-Result<Effort> parse_effort(const Json& object, std::string_view path) {
-  Effort out;
+// The effort of an object, if it is given.
+Result<std::optional<Effort>> parse_effort(const Json& object, std::string_view path) {
   const Json* value = present(object, "reasoning_effort");
   if (value == nullptr) {
-    return out;
+    return std::optional<Effort>();
   }
-  out.given = true;
-  const std::string field = child(path, "reasoning_effort");
-  if (value->is_string()) {
-    constexpr std::pair<std::string_view, std::string_view> kNames[] = {
-        {"minimal", "low"},
-        {"low", "low"},
-        {"medium", "high"},
-        {"high", "high"},
-        {"xhigh", "high"},
-        {"max", "max"},
-        {"ultra", "max"},
-    };
-    if (value->text == "none") {
-      out.thinking = false;
-      return out;
-    }
-    for (const auto& [name, effort] : kNames) {
-      if (value->text == name) {
-        CACHALOT_TRY(out.value, effort_of(effort));
-        return out;
-      }
-    }
-    return invalid(
-        "{} '{}' is not known; it must be an integer from 1 to 100 or one of none, minimal, low, "
-        "medium, high, xhigh, max, ultra",
-        field,
-        value->text);
-  }
-  const std::optional<int64_t> number = value->integer();
-  if (!number || *number < 1 || *number > 100) {
-    return invalid("{} must be an integer from 1 to 100 or a name", field);
-  }
-  out.value = static_cast<int32_t>(*number);
-  return out;
+  CACHALOT_TRY(const Effort effort, read_effort(*value, child(path, "reasoning_effort")));
+  return std::optional<Effort>(effort);
 }
 
 Status parse_thinking(const Json& root, ChatRequest* out) {
   CACHALOT_TRY(const Json* kwargs, object_field(root, "", "chat_template_kwargs"));
-  CACHALOT_TRY(Effort effort, parse_effort(root, ""));
+  CACHALOT_TRY(std::optional<Effort> effort, parse_effort(root, ""));
   if (kwargs != nullptr) {
     constexpr std::string_view kPath = "chat_template_kwargs";
     for (const char* key : {"thinking", "enable_thinking"}) {
@@ -429,25 +308,14 @@ Status parse_thinking(const Json& root, ChatRequest* out) {
     }
     CACHALOT_TRY(const std::optional<bool> drop, bool_field(*kwargs, kPath, "drop_thinking"));
     out->drop_thinking = drop.value_or(true);
-    CACHALOT_TRY(const Effort inner, parse_effort(*kwargs, kPath));
-    if (inner.given && !effort.given) {
-      effort = inner;
-    }
+    CACHALOT_TRY(const std::optional<Effort> inner, parse_effort(*kwargs, kPath));
+    effort = effort ? effort : inner;
   }
-  out->effort = effort.value;
-  if (!effort.thinking) {
-    out->thinking = false;
+  if (effort) {
+    out->effort = effort->value;
+    out->thinking = out->thinking && effort->thinking;
   }
-  CACHALOT_TRY(const Json* thinking, object_field(root, "", "thinking"));
-  if (thinking == nullptr) {
-    return {};
-  }
-  CACHALOT_TRY(const std::string type, required_string(*thinking, "thinking", "type"));
-  if (type != "enabled" && type != "disabled") {
-    return invalid("thinking.type '{}' is not known; it must be enabled or disabled", type);
-  }
-  out->thinking = type == "enabled";
-  return {};
+  return read_thinking(root, out);
 }
 
 Status parse_tool_choice(const Json& root, ChatRequest* out) {
@@ -501,7 +369,7 @@ Status parse_response_format(const Json& root, ChatRequest* out) {
   if (schema == nullptr) {
     return invalid("response_format.json_schema.schema must be an object");
   }
-  out->response_schema = internal::python_json(*schema);
+  out->response_schema = python_json(*schema);
   return {};
 }
 
@@ -526,8 +394,67 @@ Result<int32_t> effort_of(std::string_view name) {
   return invalid("effort '{}' is not known; it must be low, high or max", name);
 }
 
+Result<Effort> read_effort(const Json& value, const std::string& path) {
+  // The names of the public API; the model itself knows low, high and max.
+  constexpr std::pair<std::string_view, std::string_view> kNames[] = {
+      {"minimal", "low"},
+      {"low", "low"},
+      {"medium", "high"},
+      {"high", "high"},
+      {"xhigh", "high"},
+      {"max", "max"},
+      {"ultra", "max"},
+  };
+  Effort out;
+  if (value.is_string()) {
+    if (value.text == "none") {
+      out.thinking = false;
+      return out;
+    }
+    for (const auto& [name, effort] : kNames) {
+      if (value.text == name) {
+        CACHALOT_TRY(out.value, effort_of(effort));
+        return out;
+      }
+    }
+    return invalid(
+        "{} '{}' is not known; it must be an integer from 1 to 100 or one of none, minimal, low, "
+        "medium, high, xhigh, max, ultra",
+        path,
+        value.text);
+  }
+  const std::optional<int64_t> number = value.integer();
+  if (!number || *number < 1 || *number > 100) {
+    return invalid("{} must be an integer from 1 to 100 or a name", path);
+  }
+  out.value = static_cast<int32_t>(*number);
+  return out;
+}
+
+Status read_thinking(const Json& root, ChatRequest* out) {
+  CACHALOT_TRY(const Json* thinking, object_field(root, "", "thinking"));
+  if (thinking == nullptr) {
+    return {};
+  }
+  CACHALOT_TRY(const std::string type, required_string(*thinking, "thinking", "type"));
+  if (type != "enabled" && type != "adaptive" && type != "disabled") {
+    return invalid("thinking.type '{}' is not known; it must be enabled, adaptive or disabled",
+                   type);
+  }
+  out->thinking = type != "disabled";
+  return {};
+}
+
+Result<std::vector<ContentBlock>> read_content(const Json& content, const std::string& path) {
+  return parse_content(content, path, false);
+}
+
 Result<ChatRequest> parse_chat_request(std::string_view json) {
-  CACHALOT_TRY(Json root, internal::parse_json(json, "request body"));
+  CACHALOT_TRY(Json root, parse_json(json, "request body"));
+  return parse_chat_request(root);
+}
+
+Result<ChatRequest> parse_chat_request(Json& root) {
   if (!root.is_object()) {
     return must_be("request body", "an object", root);
   }
@@ -564,13 +491,13 @@ Result<ToolDefinition> make_tool(std::string_view name,
   set(function, "description", string_value(std::string(description)));
   if (!parameters.empty()) {
     const std::string path = fmt::format("parameters of tool '{}'", name);
-    CACHALOT_TRY(Json schema, internal::parse_json(parameters, path));
+    CACHALOT_TRY(Json schema, parse_json(parameters, path));
     if (!schema.is_object()) {
       return must_be(path, "an object", schema);
     }
     set(function, "parameters", std::move(schema));
   }
-  return ToolDefinition{std::string(name), internal::python_json(function)};
+  return ToolDefinition{std::string(name), python_json(function)};
 }
 
 Result<std::string> qualified_tool_name(std::string_view tool_namespace, std::string_view name) {

@@ -157,8 +157,8 @@ class StrictParser {
     if (seen->size() > 1) {
       *arguments += ", ";
     }
-    *arguments += internal::python_string(key) + ": ";
-    *arguments += is_string ? internal::python_string(rest) : std::string(rest);
+    *arguments += python_string(key) + ": ";
+    *arguments += is_string ? python_string(rest) : std::string(rest);
     return {};
   }
 

@@ -8,7 +8,7 @@
 
 #include "base/format.h"
 
-namespace cachalot::text::internal {
+namespace cachalot::text {
 namespace {
 
 using Kind = Json::Kind;
@@ -181,6 +181,15 @@ std::optional<int64_t> Json::integer() const {
   return value;
 }
 
+std::optional<double> Json::number() const {
+  double value = 0;
+  const char* end = text.data() + text.size();
+  if (kind != Kind::kNumber || std::from_chars(text.data(), end, value).ec != std::errc()) {
+    return std::nullopt;
+  }
+  return value;
+}
+
 Result<Json> parse_json(std::string_view text, std::string_view source) {
   TreeBuilder builder;
   if (!nlohmann::json::sax_parse(text, &builder)) {
@@ -293,4 +302,4 @@ std::string_view kind_name(Json::Kind kind) {
   return "unknown";
 }
 
-}  // namespace cachalot::text::internal
+}  // namespace cachalot::text

@@ -12,7 +12,7 @@
 
 #include "base/status.h"
 
-namespace cachalot::text::internal {
+namespace cachalot::text {
 
 constexpr int kMaxJsonDepth = 64;             // arrays and objects inside one another
 constexpr int64_t kMaxJsonNodes = 4'000'000;  // values in one document; about 100 bytes each
@@ -37,6 +37,8 @@ struct Json {
   Json* find(std::string_view key);
   // The number, if it is written as an integer that fits.
   std::optional<int64_t> integer() const;
+  // The number, rounded to the nearest double.
+  std::optional<double> number() const;
 };
 
 // Parses one document. A repeated key keeps its first position and takes its last value, as in
@@ -59,4 +61,4 @@ std::string python_float(double value);
 // The kind in words, for messages: "a string", "an object".
 std::string_view kind_name(Json::Kind kind);
 
-}  // namespace cachalot::text::internal
+}  // namespace cachalot::text

@@ -18,7 +18,6 @@
 namespace cachalot::text {
 
 using internal::Bpe;
-using internal::Json;
 using internal::PreTokenizer;
 using internal::TokenBytes;
 
@@ -416,7 +415,7 @@ Result<Tokenizer> Tokenizer::load(const std::string& path) {
 }
 
 Result<Tokenizer> Tokenizer::parse(std::string_view json, std::string_view source) {
-  CACHALOT_TRY(const Json root, internal::parse_json(json, source));
+  CACHALOT_TRY(const Json root, parse_json(json, source));
   if (!root.is_object()) {
     return invalid("{}: the document must be an object", source);
   }

@@ -2,7 +2,7 @@
 
 #include "tests/text/support.h"
 
-namespace cachalot::text::internal {
+namespace cachalot::text {
 namespace {
 
 std::string respell(std::string_view json) {
@@ -109,4 +109,4 @@ TEST(JsonTree, ManyKeysAreNotQuadratic) {
 }
 
 }  // namespace
-}  // namespace cachalot::text::internal
+}  // namespace cachalot::text

@@ -1,0 +1,179 @@
+// cachalot serve: the HTTP server.
+#include <semaphore.h>
+
+#include <csignal>
+#include <cstdio>
+#include <filesystem>
+#include <memory>
+
+#include "base/format.h"
+#include "base/log.h"
+#include "cli/command.h"
+#include "cli/run_flags.h"
+#include "engine/engine.h"
+#include "server/api_error.h"
+#include "server/app.h"
+#include "server/http.h"
+
+namespace cachalot::cli {
+namespace {
+
+struct ServeFlags {
+  RunFlags run;
+  server::HttpOptions http;
+  server::AppOptions app;
+  engine::EngineOptions engine;
+  std::vector<std::string> names;
+  std::string prefix_cache = "on";
+  int64_t window_ttl = 300;
+  double drain_seconds = 30;
+};
+
+sem_t stop_requested;
+
+void request_stop(int /*signal*/) {
+  sem_post(&stop_requested);
+}
+
+// Waits for SIGINT or SIGTERM. A second one ends the process at once, as one while the model loads
+// does.
+void wait_for_signal() {
+  sem_init(&stop_requested, 0, 0);
+  struct sigaction action{};
+  action.sa_handler = request_stop;
+  action.sa_flags = SA_RESETHAND;
+  sigaction(SIGINT, &action, nullptr);
+  sigaction(SIGTERM, &action, nullptr);
+  while (sem_wait(&stop_requested) != 0) {
+  }
+}
+
+server::ServedModel served_model(const ServeFlags& flags,
+                                 const engine::Runtime& runtime,
+                                 const engine::Engine& engine) {
+  server::ServedModel out;
+  const model::ModelConfig& config = runtime.model().config;
+  out.tokenizer = &runtime.tokenizer();
+  out.vocab_size = config.vocab_size;
+  const int64_t limit = engine.options().max_context;
+  out.context = limit > 0 ? limit : config.max_position_embeddings;
+  out.bos_id = static_cast<int32_t>(config.bos_token_id);
+  out.name = flags.names.empty()
+                 ? std::filesystem::weakly_canonical(runtime.directory()).filename().string()
+                 : flags.names.front();
+  for (size_t i = 1; i < flags.names.size(); ++i) {
+    out.aliases.push_back(flags.names[i]);
+  }
+  // The names that clients of the hosted service use.
+  for (const char* name : {"deepseek-flash", "deepseek-v4-flash", "deepseek-v4-flash-vision-exp"}) {
+    out.aliases.emplace_back(name);
+  }
+  Result<std::shared_ptr<text::GrammarCompiler>> grammar =
+      text::GrammarCompiler::create(runtime.tokenizer(), out.vocab_size);
+  if (grammar.ok()) {
+    out.grammar = *grammar;
+  } else {
+    log_warning("structured output is off: {}", grammar.error().message());
+  }
+  return out;
+}
+
+Status serve(ServeFlags flags) {
+  server::App app(flags.app);
+  const auto error_body = [](int status, const std::string& message) {
+    server::ApiError error;
+    error.status = status;
+    error.message = message;
+    error.type = "invalid_request_error";
+    return server::openai_error_json(error);
+  };
+  CACHALOT_TRY(const std::unique_ptr<server::HttpServer> http,
+               server::HttpServer::start(
+                   flags.http,
+                   [&app](server::HttpRequest request, std::shared_ptr<server::Exchange> exchange) {
+                     app.handle(std::move(request), std::move(exchange));
+                   },
+                   error_body));
+  std::fputs(fmt::format("http://{}:{}\n", flags.http.host, http->port()).c_str(), stdout);
+  std::fflush(stdout);
+
+  CACHALOT_TRY(const std::unique_ptr<engine::Runtime> runtime, open_runtime(flags.run));
+  flags.engine.chunk = flags.run.chunk;
+  flags.engine.state_ttl = std::chrono::seconds(flags.window_ttl);
+  flags.engine.prefix_cache = flags.prefix_cache == "on";
+  CACHALOT_TRY(const std::unique_ptr<engine::Engine> engine,
+               engine::Engine::start(*runtime, flags.engine));
+  const server::ServedModel model = served_model(flags, *runtime, *engine);
+  app.serve(*engine, model);
+  log_info("serving {} with a context of {} tokens", model.name, model.context);
+
+  wait_for_signal();
+  log_info("draining for at most {} s; a second signal ends at once", flags.drain_seconds);
+  app.drain();
+  const std::chrono::milliseconds limit(static_cast<int64_t>(flags.drain_seconds * 1000));
+  const bool drained = engine->drain(limit);
+  // What the engine has produced is still to be written.
+  const bool written = http->stop(std::chrono::milliseconds(drained ? 5000 : 1000));
+  return drained && written ? Status() : error(Code::kUnavailable, "some requests were cut off");
+}
+
+}  // namespace
+
+void add_serve(CLI::App& app, Action& action) {
+  auto flags = std::make_shared<ServeFlags>();
+  CLI::App* command = app.add_subcommand("serve", "The HTTP server and its web page");
+  flags->run.add_to(*command);
+  command->add_option("--host", flags->http.host, "Address to listen on")->capture_default_str();
+  command->add_option("--port", flags->http.port, "Port; 0: any free one")->capture_default_str();
+  command->add_option("--model-name",
+                      flags->names,
+                      "Name of the model in requests; default: the directory's (repeatable)");
+  command->add_option(
+      "--api-key", flags->app.api_keys, "Clients must send one of these keys (repeatable)");
+  command->add_option("--max-body", flags->http.max_body, "Largest request body in bytes")
+      ->capture_default_str();
+  command->add_option("--max-connections", flags->http.max_connections)->capture_default_str();
+  command
+      ->add_option("--max-context",
+                   flags->engine.max_context,
+                   "Tokens of a request's prompt and output; 0: the model's")
+      ->capture_default_str();
+  command->add_option("--max-running", flags->engine.max_running, "Requests in a batch")
+      ->check(CLI::Range(int64_t{1}, int64_t{1} << 20))
+      ->capture_default_str();
+  command
+      ->add_option(
+          "--max-waiting", flags->engine.max_waiting, "Requests in the queue; more get 429")
+      ->check(CLI::Range(int64_t{0}, int64_t{1} << 20))
+      ->capture_default_str();
+  command->add_option("--page", flags->run.page_tokens, "Cache page in tokens; 0: 128, 16 for t1")
+      ->check(CLI::Range(int64_t{0}, int64_t{1} << 20))
+      ->capture_default_str();
+  command
+      ->add_option("--pool",
+                   flags->run.max_cached_tokens,
+                   "Tokens that the global cache holds; 0: bounded by memory alone")
+      ->check(CLI::Range(int64_t{0}, int64_t{1} << 40))
+      ->capture_default_str();
+  command
+      ->add_option("--window-pool",
+                   flags->engine.cached_states,
+                   "Window states kept for the prefixes of later requests")
+      ->check(CLI::Range(int64_t{0}, int64_t{1} << 20))
+      ->capture_default_str();
+  command
+      ->add_option("--window-ttl", flags->window_ttl, "Seconds since its last use that one is kept")
+      ->check(CLI::Range(int64_t{1}, int64_t{1} << 30))
+      ->capture_default_str();
+  command->add_option("--prefix-cache", flags->prefix_cache, "Reuse what earlier prompts computed")
+      ->check(CLI::IsMember({"on", "off"}))
+      ->capture_default_str();
+  command
+      ->add_option(
+          "--drain-timeout", flags->drain_seconds, "Seconds for requests in progress after SIGTERM")
+      ->check(CLI::Range(0.0, 86400.0))
+      ->capture_default_str();
+  command->callback([flags, &action] { action = [flags] { return serve(*flags); }; });
+}
+
+}  // namespace cachalot::cli

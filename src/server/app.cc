@@ -1,0 +1,422 @@
+#include "server/app.h"
+
+#include <algorithm>
+#include <string_view>
+
+#include "base/format.h"
+#include "base/json.h"
+#include "server/messages.h"
+#include "server/openai_fields.h"
+#include "server/run_job.h"
+#include "text/detokenizer.h"
+#include "text/json_fields.h"
+
+namespace cachalot::server {
+namespace {
+
+using text::Json;
+
+// Takes the same time wherever the strings differ.
+bool same_secret(std::string_view a, std::string_view b) {
+  unsigned difference = a.size() == b.size() ? 0 : 1;
+  for (size_t i = 0; i < a.size(); ++i) {
+    difference |= static_cast<unsigned char>(a[i]) ^
+                  static_cast<unsigned char>(b.empty() ? 0 : b[i % b.size()]);
+  }
+  return difference == 0;
+}
+
+std::string_view given_key(const HttpRequest& request) {
+  const std::string_view bearer = request.header("authorization");
+  constexpr std::string_view kScheme = "bearer ";
+  if (bearer.size() > kScheme.size() &&
+      std::equal(kScheme.begin(), kScheme.end(), bearer.begin(), [](char a, char b) {
+        return a == (b >= 'A' && b <= 'Z' ? b - 'A' + 'a' : b);
+      })) {
+    return bearer.substr(kScheme.size());
+  }
+  return request.header("x-api-key");
+}
+
+ApiError make_error(int status, std::string message, const char* type, const char* code) {
+  ApiError out;
+  out.status = status;
+  out.message = std::move(message);
+  out.type = type;
+  out.code = code;
+  return out;
+}
+
+// Bases under which clients look for the same endpoints.
+std::string_view without_base(std::string_view path) {
+  for (const std::string_view base : {"/anthropic", "/beta", "/v1"}) {
+    if (path.starts_with(base) && path.size() > base.size() + 1 && path[base.size()] == '/') {
+      path.remove_prefix(base.size());
+    }
+  }
+  return path;
+}
+
+void ids_field(JsonWriter& w, std::string_view key, const std::vector<int32_t>& ids) {
+  w.key(key).begin_array();
+  for (const int32_t id : ids) {
+    w.value(id);
+  }
+  w.end_array();
+}
+
+}  // namespace
+
+struct App::Route {
+  std::string_view method;
+  std::string_view path;   // without its base
+  const Dialect* dialect;  // of errors, and of generation
+  bool open;               // needs no key
+  void (*run)(App&, const Call&);
+};
+
+const std::vector<App::Route>& App::routes() {
+  static const std::vector<Route> table = {
+      {"POST",
+       "/chat/completions",
+       &kChatCompletions,
+       false,
+       [](App& app, const Call& call) { app.generate(call, kChatCompletions); }},
+      {"POST",
+       "/completions",
+       &kCompletions,
+       false,
+       [](App& app, const Call& call) { app.generate(call, kCompletions); }},
+      {"POST",
+       "/messages",
+       &kMessages,
+       false,
+       [](App& app, const Call& call) { app.generate(call, kMessages); }},
+      {"POST",
+       "/messages/count_tokens",
+       &kMessages,
+       false,
+       [](App& app, const Call& call) { app.count_tokens(call); }},
+      {"POST",
+       "/responses",
+       &kResponses,
+       false,
+       [](App& app, const Call& call) { app.generate(call, kResponses); }},
+      {"GET",
+       "/models",
+       &kChatCompletions,
+       false,
+       [](App& app, const Call& call) { app.models(call); }},
+      {"POST",
+       "/tokenize",
+       &kCompletions,
+       false,
+       [](App& app, const Call& call) { app.tokenize(call); }},
+      {"POST",
+       "/detokenize",
+       &kCompletions,
+       false,
+       [](App& app, const Call& call) { app.detokenize(call); }},
+      {"GET", "/stats", &kCompletions, false, [](App& app, const Call& call) { app.stats(call); }},
+      {"GET",
+       "/metrics",
+       &kCompletions,
+       true,
+       [](App& app, const Call& call) { app.metrics(call); }},
+      {"GET", "/health", &kCompletions, true, [](App& app, const Call& call) { app.health(call); }},
+      {"GET", "/ready", &kCompletions, true, [](App& app, const Call& call) { app.ready(call); }},
+      {"GET", "/", &kCompletions, true, [](App& app, const Call& call) { app.page(call); }},
+  };
+  return table;
+}
+
+void App::serve(engine::Engine& engine, const ServedModel& model) {
+  model_ = &model;
+  engine_ = &engine;
+  State loading = State::kLoading;
+  state_.compare_exchange_strong(loading, State::kReady);
+}
+
+void App::drain() {
+  state_ = State::kDraining;
+}
+
+void App::handle(HttpRequest request, std::shared_ptr<Exchange> exchange) {
+  const std::string_view path = without_base(request.path);
+  const Route* route = nullptr;
+  bool other_method = false;
+  for (const Route& candidate : routes()) {
+    if (candidate.path == path) {
+      const bool same = candidate.method == request.method;
+      route = same ? &candidate : route;
+      other_method = other_method || !same;
+    }
+  }
+  // Unknown paths share a name: clients must not be able to fill the metrics.
+  const Call call{request, exchange, route != nullptr ? std::string(route->path) : "unknown"};
+  if (route == nullptr) {
+    const bool anthropic = request.path.find("/messages") != std::string::npos;
+    refuse(
+        call,
+        anthropic ? kMessages : kChatCompletions,
+        other_method
+            ? make_error(405,
+                         fmt::format("{} is not allowed here", request.method),
+                         "invalid_request_error",
+                         "method_not_allowed")
+            : make_error(
+                  404, "there is no such endpoint", "invalid_request_error", "unknown_endpoint"));
+    return;
+  }
+  if (!route->open) {
+    if (const Status access = check_access(request); !access.ok()) {
+      const bool foreign = access.code() == Code::kFailedPrecondition;
+      refuse(call,
+             *route->dialect,
+             make_error(foreign ? 403 : 401,
+                        access.message(),
+                        foreign ? "permission_error" : "authentication_error",
+                        foreign ? "foreign_origin" : "invalid_api_key"));
+      return;
+    }
+  }
+  route->run(*this, call);
+}
+
+Status App::check_access(const HttpRequest& request) const {
+  // A page of another site can make a browser send requests here; without an answer that names its
+  // origin it cannot read what comes back, but it must not cost work either.
+  const std::string_view origin = request.header("origin");
+  const size_t scheme = origin.find("://");
+  if (scheme != std::string_view::npos && origin.substr(scheme + 3) != request.header("host")) {
+    return error(Code::kFailedPrecondition, "requests from pages of another origin are refused");
+  }
+  if (options_.api_keys.empty()) {
+    return {};
+  }
+  const std::string_view key = given_key(request);
+  bool known = false;
+  for (const std::string& expected : options_.api_keys) {
+    known = same_secret(key, expected) || known;
+  }
+  return known ? Status() : error(Code::kInvalidArgument, "the API key is missing or unknown");
+}
+
+Status App::check_ready() const {
+  switch (state_.load()) {
+    case State::kLoading:
+      return error(Code::kUnavailable, "the model is loading");
+    case State::kDraining:
+      return error(Code::kUnavailable, "the server is shutting down");
+    case State::kReady:
+      break;
+  }
+  return {};
+}
+
+std::string App::state_name() const {
+  const State state = state_;
+  return state == State::kReady ? "ready" : state == State::kLoading ? "loading" : "draining";
+}
+
+std::optional<engine::EngineStats> App::engine_stats() const {
+  const engine::Engine* engine = engine_;
+  if (engine == nullptr) {
+    return std::nullopt;
+  }
+  return engine->stats();
+}
+
+void App::reply(const Call& call, HttpResponse response) {
+  counts_.add(call.endpoint, response.status);
+  call.exchange->respond(std::move(response));
+}
+
+void App::refuse(const Call& call, const Dialect& dialect, const ApiError& error) {
+  HttpResponse response;
+  response.status = error.status;
+  response.body = dialect.error(error, call.request.id);
+  if (error.retry_after > 0) {
+    response.headers.emplace_back("retry-after", std::to_string(error.retry_after));
+  }
+  reply(call, std::move(response));
+}
+
+void App::generate(const Call& call, const Dialect& dialect) {
+  if (const Status status = check_ready(); !status.ok()) {
+    refuse(call, dialect, api_error(status));
+    return;
+  }
+  Result<Json> body = text::parse_json(call.request.body, "request body");
+  if (!body.ok()) {
+    refuse(call, dialect, api_error(body.error()));
+    return;
+  }
+  const auto job = [&]() -> Result<std::shared_ptr<const Job>> {
+    CACHALOT_TRY(GenerationRequest request, dialect.parse(*body, *model_));
+    return prepare(std::move(request), dialect, *model_);
+  }();
+  if (!job.ok()) {
+    refuse(call, dialect, api_error(job.error(), &*body));
+    return;
+  }
+  run_job(*engine_, *job, dialect, call.exchange, [this, endpoint = call.endpoint](int status) {
+    counts_.add(endpoint, status);
+  });
+}
+
+void App::count_tokens(const Call& call) {
+  Status status = check_ready();
+  Json body;
+  if (status.ok()) {
+    const auto tokens = [&]() -> Result<int64_t> {
+      CACHALOT_TRY(body, text::parse_json(call.request.body, "request body"));
+      CACHALOT_TRY(text::ChatRequest chat, read_messages(body));
+      // The block that a forced call opens is not the client's.
+      chat.tool_choice = chat.tool_choice == text::ToolChoice::kNone ? text::ToolChoice::kNone
+                                                                     : text::ToolChoice::kAuto;
+      CACHALOT_TRY(const std::vector<int32_t> ids, text::encode_chat(*model_->tokenizer, chat));
+      return static_cast<int64_t>(ids.size());
+    }();
+    if (tokens.ok()) {
+      JsonWriter w;
+      w.begin_object().field("input_tokens", *tokens).end_object();
+      reply(call, {.body = w.text()});
+      return;
+    }
+    status = tokens.error();
+  }
+  refuse(call, kMessages, api_error(status, &body));
+}
+
+// The body of POST /tokenize: {"text" or "prompt": string}, or a chat-completions body.
+void App::tokenize(const Call& call) {
+  Status status = check_ready();
+  Json body;
+  if (status.ok()) {
+    const auto ids = [&]() -> Result<std::vector<int32_t>> {
+      CACHALOT_TRY(body, text::parse_json(call.request.body, "request body"));
+      if (!body.is_object()) {
+        return text::must_be("request body", "an object", body);
+      }
+      if (text::present(body, "messages") != nullptr) {
+        CACHALOT_TRY(const text::ChatRequest chat, text::parse_chat_request(body));
+        return text::encode_chat(*model_->tokenizer, chat);
+      }
+      const char* key = text::present(body, "prompt") != nullptr ? "prompt" : "text";
+      if (text::present(body, key) == nullptr) {
+        return invalid("text must be a string, or messages an array");
+      }
+      CACHALOT_TRY(const std::string text, text::string_field(body, "", key));
+      return model_->tokenizer->encode(text);
+    }();
+    if (ids.ok()) {
+      JsonWriter w;
+      w.begin_object();
+      ids_field(w, "token_ids", *ids);
+      w.field("text", text::decode(*model_->tokenizer, *ids, {.skip_control = false}));
+      w.field("count", ids->size()).end_object();
+      reply(call, {.body = w.text()});
+      return;
+    }
+    status = ids.error();
+  }
+  refuse(call, kCompletions, api_error(status, &body));
+}
+
+// The body of POST /detokenize: {"token_ids" or "tokens": [...]}.
+void App::detokenize(const Call& call) {
+  Status status = check_ready();
+  Json body;
+  if (status.ok()) {
+    const auto text = [&]() -> Result<std::string> {
+      CACHALOT_TRY(body, text::parse_json(call.request.body, "request body"));
+      if (!body.is_object()) {
+        return text::must_be("request body", "an object", body);
+      }
+      const char* key = text::present(body, "tokens") != nullptr ? "tokens" : "token_ids";
+      CACHALOT_TRY(const Json* array, text::array_field(body, "", key));
+      if (array == nullptr) {
+        return invalid("token_ids must be an array");
+      }
+      CACHALOT_TRY(const std::vector<int32_t> ids, read_ids(*array, key));
+      for (const int32_t id : ids) {
+        if (id >= model_->vocab_size) {
+          return invalid("{} holds token {}, the vocabulary has {}", key, id, model_->vocab_size);
+        }
+      }
+      return text::decode(*model_->tokenizer, ids, {.skip_control = false});
+    }();
+    if (text.ok()) {
+      JsonWriter w;
+      w.begin_object().field("text", *text).end_object();
+      reply(call, {.body = w.text()});
+      return;
+    }
+    status = text.error();
+  }
+  refuse(call, kCompletions, api_error(status, &body));
+}
+
+void App::models(const Call& call) {
+  if (const Status status = check_ready(); !status.ok()) {
+    refuse(call, kChatCompletions, api_error(status));
+    return;
+  }
+  JsonWriter w;
+  w.begin_object().field("object", "list").key("data").begin_array();
+  const auto entry = [&](const std::string& name) {
+    w.begin_object().field("id", name).field("object", "model").field("created", 0);
+    w.field("owned_by", "cachalot").field("max_model_len", model_->context);
+    w.field("context_length", model_->context).end_object();
+  };
+  entry(model_->name);
+  for (const std::string& alias : model_->aliases) {
+    entry(alias);
+  }
+  w.end_array().end_object();
+  reply(call, {.body = w.text()});
+}
+
+void App::health(const Call& call) {
+  reply(call, {.body = R"({"status": "ok"})"});
+}
+
+void App::ready(const Call& call) {
+  JsonWriter w;
+  w.begin_object().field("status", state_name()).end_object();
+  HttpResponse response;
+  response.status = state_ == State::kReady ? 200 : 503;
+  response.body = w.text();
+  if (response.status != 200) {
+    response.headers.emplace_back("retry-after", "5");
+  }
+  reply(call, std::move(response));
+}
+
+void App::metrics(const Call& call) {
+  const std::optional<engine::EngineStats> stats = engine_stats();
+  HttpResponse response;
+  response.content_type = "text/plain; version=0.0.4; charset=utf-8";
+  response.body = prometheus_text(stats ? &*stats : nullptr, counts_);
+  reply(call, std::move(response));
+}
+
+void App::stats(const Call& call) {
+  const std::optional<engine::EngineStats> stats = engine_stats();
+  reply(call, {.body = stats_json(stats ? &*stats : nullptr, state_name())});
+}
+
+void App::page(const Call& call) {
+  HttpResponse response;
+  response.content_type = "text/html; charset=utf-8";
+  response.body = page_html();
+  // The page needs nothing but itself; a script that slipped into a text could load nothing.
+  response.headers.emplace_back("content-security-policy",
+                                "default-src 'none'; script-src 'unsafe-inline'; style-src "
+                                "'unsafe-inline'; connect-src 'self'; img-src data:; base-uri "
+                                "'none'; form-action 'none'; frame-ancestors 'none'");
+  reply(call, std::move(response));
+}
+
+}  // namespace cachalot::server

@@ -1,0 +1,76 @@
+// The server's routes: HTTP requests in, jobs and answers out. No sockets here.
+#pragma once
+
+#include <atomic>
+#include <memory>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "engine/engine.h"
+#include "server/exchange.h"
+#include "server/generation.h"
+#include "server/metrics.h"
+
+namespace cachalot::server {
+
+struct AppOptions {
+  std::vector<std::string> api_keys;  // none: open to everyone who reaches the port
+};
+
+// Thread-safe. Exists before the model is loaded, so that clients learn that it is loading.
+class App {
+ public:
+  explicit App(AppOptions options) : options_(std::move(options)) {}
+
+  // From here on requests are served. Both must outlive every exchange.
+  void serve(engine::Engine& engine, const ServedModel& model);
+  // New requests get 503; those in progress go on.
+  void drain();
+
+  void handle(HttpRequest request, std::shared_ptr<Exchange> exchange);
+
+ private:
+  enum class State : uint8_t { kLoading, kReady, kDraining };
+
+  struct Route;
+  static const std::vector<Route>& routes();
+
+  // A request on its way to the answer.
+  struct Call {
+    const HttpRequest& request;
+    const std::shared_ptr<Exchange>& exchange;
+    std::string endpoint;  // as the metrics name it
+  };
+
+  Status check_access(const HttpRequest& request) const;
+  Status check_ready() const;
+  void refuse(const Call& call, const Dialect& dialect, const ApiError& error);
+  void reply(const Call& call, HttpResponse response);
+
+  void generate(const Call& call, const Dialect& dialect);
+  void count_tokens(const Call& call);
+  void tokenize(const Call& call);
+  void detokenize(const Call& call);
+  void models(const Call& call);
+  void health(const Call& call);
+  void ready(const Call& call);
+  void metrics(const Call& call);
+  void stats(const Call& call);
+  void page(const Call& call);
+
+  std::string state_name() const;
+  std::optional<engine::EngineStats> engine_stats() const;
+
+  AppOptions options_;
+  RequestCounts counts_;
+  std::atomic<State> state_ = State::kLoading;
+  std::atomic<engine::Engine*> engine_ = nullptr;
+  const ServedModel* model_ = nullptr;
+};
+
+// The web page, embedded from page.html.
+std::string_view page_html();
+
+}  // namespace cachalot::server

@@ -1,0 +1,217 @@
+// Routes, keys, states, errors: what does not depend on a dialect.
+#include "server/request_id.h"
+#include "tests/server/support.h"
+
+namespace cachalot::server {
+namespace {
+
+class AppTest : public ServerTest {};
+
+class KeyTest : public ServerTest {
+ protected:
+  KeyTest() : ServerTest(AppOptions{{"secret", "other"}}) {}
+};
+
+TEST_F(AppTest, Endpoints) {
+  engine_->say("x");
+  for (const char* path :
+       {"/health", "/ready", "/metrics", "/v1/models", "/models", "/stats", "/"}) {
+    EXPECT_EQ(send("GET", path)->wait().status, 200) << path;
+  }
+  const json models = json::parse(send("GET", "/v1/models")->wait().body);
+  EXPECT_EQ(models["data"][0]["id"], "test-model");
+  EXPECT_EQ(models["data"][0]["context_length"], 4096);
+  for (const char* path : {"/v1/chat/completions", "/chat/completions", "/beta/chat/completions"}) {
+    ask(path, {{"messages", {{{"role", "user"}, {"content", "hi"}}}}});
+  }
+  const json body = {{"messages", {{{"role", "user"}, {"content", "hi"}}}}, {"max_tokens", 5}};
+  ask("/anthropic/v1/messages", body);
+  ask("/responses", {{"input", "hi"}});
+}
+
+TEST_F(AppTest, UnknownEndpointsAndMethods) {
+  for (const char* path : {"/nothing", "/v1", "/v1/", "/v1/chat", "//", "/../etc/passwd", ""}) {
+    const HttpResponse response = send("GET", path)->wait();
+    EXPECT_EQ(response.status, 404) << path;
+    EXPECT_EQ(json::parse(response.body)["error"]["code"], "unknown_endpoint");
+  }
+  EXPECT_EQ(send("GET", "/v1/chat/completions")->wait().status, 405);
+  EXPECT_EQ(send("DELETE", "/health")->wait().status, 405);
+}
+
+// Bodies of all kinds that are not requests: an error each, and the server goes on.
+TEST_F(AppTest, A71_HostileBodies) {
+  engine_->say("x");
+  std::vector<std::string> bodies = {
+      "",
+      "null",
+      "3",
+      "\"x\"",
+      "[]",
+      "{",
+      "{\"a\":1,}",
+      "{\"messages\": NaN}",
+      "\xff\xfe{}",
+      "{\"messages\":[{\"role\":\"user\",\"content\":\"\xc3\x28\"}]}",
+      "{\"n\": 1e999}",
+      "{\"messages\":[],\"messages\":3}",
+      std::string(1000, '\0'),
+      "{\"seed\": " + std::string(100000, '9') + "}"};
+  for (const size_t depth : {64, 1000, 10000, 1000000}) {
+    for (const char* key : {"messages", "unknown"}) {
+      bodies.push_back("{\"messages\":[{\"role\":\"user\",\"content\":\"x\"}],\"" +
+                       std::string(key) + "\":" + std::string(depth, '[') +
+                       std::string(depth, ']') + "}");
+    }
+    bodies.push_back(std::string(depth, '{'));
+  }
+  for (const char* path : {"/v1/chat/completions",
+                           "/v1/completions",
+                           "/v1/messages",
+                           "/v1/responses",
+                           "/v1/messages/count_tokens",
+                           "/tokenize",
+                           "/detokenize"}) {
+    for (const std::string& body : bodies) {
+      const HttpResponse response = send("POST", path, body)->wait();
+      EXPECT_EQ(response.status, 400) << path << " " << body.substr(0, 80);
+      const json error = json::parse(response.body)["error"];
+      EXPECT_LT(error["message"].get<std::string>().size(), 1100);
+      EXPECT_EQ(error["type"], "invalid_request_error");
+    }
+  }
+  EXPECT_TRUE(engine_->seeds().empty());
+  ask("/v1/completions", {{"prompt", "x"}});
+}
+
+TEST_F(AppTest, A72_ControlSpellingsOfUsersStayText) {
+  engine_->say("x");
+  std::string all;
+  for (const std::string_view token : text::kControlTokens) {
+    all += token;
+  }
+  all += std::string(text::kBosToken) + std::string(text::kEosToken);
+  const json messages = {{{"role", "system"}, {"content", all}},
+                         {{"role", "user"}, {"content", all}}};
+  json body = {{"messages", messages}, {"thinking", {{"type", "disabled"}}}};
+  ask("/v1/chat/completions", body);
+  int controls = 0;
+  for (const int32_t id : engine_->prompt()) {
+    controls += tokenizer().is_control(id) ? 1 : 0;
+  }
+  EXPECT_EQ(controls, 5);  // BOS, System, User, Assistant, </think>
+}
+
+TEST_F(AppTest, TokenizeAndBack) {
+  const json ids = ask("/tokenize", {{"text", "a whale \U0001F40B"}});
+  EXPECT_EQ(ids["text"], "a whale \U0001F40B");
+  EXPECT_EQ(ids["count"], ids["token_ids"].size());
+  EXPECT_EQ(ask("/detokenize", {{"token_ids", ids["token_ids"]}})["text"], "a whale \U0001F40B");
+  const json chat = ask("/tokenize", {{"messages", {{{"role", "user"}, {"content", "hi"}}}}});
+  EXPECT_EQ(chat["token_ids"][0], *tokenizer().bos_id());
+  EXPECT_EQ(ask("/tokenize", json::object(), 400)["error"]["param"], "text");
+  EXPECT_EQ(ask("/tokenize", {{"text", 3}}, 400)["error"]["param"], "text");
+  EXPECT_EQ(ask("/detokenize", {{"token_ids", {512}}}, 400)["error"]["param"], "token_ids");
+  EXPECT_EQ(ask("/detokenize", {{"token_ids", "x"}}, 400)["error"]["param"], "token_ids");
+}
+
+TEST_F(AppTest, MetricsHaveTheNamesOfTheContract) {
+  engine_->say("x");
+  ask("/v1/completions", {{"prompt", "x"}});
+  call("/v1/completions", json::object());
+  send("GET", "/no-such-path")->wait();
+  const std::string text = send("GET", "/metrics")->wait().body;
+  for (const char* name : {"cachalot_requests_total{endpoint=\"/completions\",status=\"200\"} 1",
+                           "cachalot_requests_total{endpoint=\"/completions\",status=\"400\"} 1",
+                           "cachalot_requests_total{endpoint=\"unknown\",status=\"404\"} 1",
+                           "cachalot_running ",
+                           "cachalot_waiting ",
+                           "cachalot_prompt_tokens_total 100",
+                           "cachalot_cached_tokens_total 25",
+                           "cachalot_generated_tokens_total ",
+                           "cachalot_draft_tokens_total ",
+                           "cachalot_accepted_tokens_total ",
+                           "cachalot_cache_pages_in_use{pool=\"main\"} 3",
+                           "cachalot_cache_pages_total{pool=\"window\"} 4",
+                           "cachalot_queue_seconds_bucket{le=\"0.1\"} 1",
+                           "cachalot_queue_seconds_bucket{le=\"1\"} 3",
+                           "cachalot_queue_seconds_bucket{le=\"+Inf\"} 6",
+                           "cachalot_queue_seconds_sum 7.5",
+                           "cachalot_first_token_seconds_count ",
+                           "cachalot_inter_token_seconds_count "}) {
+    EXPECT_NE(text.find(name), std::string::npos) << name << "\n" << text;
+  }
+}
+
+TEST_F(AppTest, BeforeAndAfterService) {
+  App loading{AppOptions{}};
+  const auto status = [&](App& app, const char* method, const char* path) {
+    const auto exchange = exchanges_.emplace_back(std::make_shared<TestExchange>());
+    app.handle({method, path, {}, "{\"prompt\": \"x\"}", "r"}, exchange);
+    return exchange->wait().status;
+  };
+  EXPECT_EQ(status(loading, "GET", "/health"), 200);
+  EXPECT_EQ(status(loading, "GET", "/ready"), 503);
+  EXPECT_EQ(status(loading, "GET", "/metrics"), 200);
+  EXPECT_EQ(status(loading, "GET", "/stats"), 200);
+  for (const char* path : {"/v1/completions", "/v1/messages", "/tokenize", "/detokenize"}) {
+    EXPECT_EQ(status(loading, "POST", path), 503) << path;
+  }
+  app_.drain();
+  EXPECT_EQ(status(app_, "GET", "/ready"), 503);
+  EXPECT_EQ(status(app_, "POST", "/v1/completions"), 503);
+}
+
+TEST_F(AppTest, PagesOfOtherOriginsAreRefused) {
+  engine_->say("x");
+  const std::string body = "{\"prompt\": \"x\"}";
+  const auto status = [&](const char* origin) {
+    return send("POST", "/v1/completions", body, {{"host", "127.0.0.1:8000"}, {"origin", origin}})
+        ->wait()
+        .status;
+  };
+  EXPECT_EQ(status("http://127.0.0.1:8000"), 200);
+  EXPECT_EQ(status("https://evil.example"), 403);
+  EXPECT_EQ(status("http://127.0.0.1:8001"), 403);
+}
+
+TEST_F(KeyTest, KeysOpenTheDoor) {
+  engine_->say("x");
+  const auto status = [&](const char* name, const char* value) {
+    return send("POST", "/v1/completions", "{\"prompt\": \"x\"}", {{name, value}})->wait().status;
+  };
+  EXPECT_EQ(status("authorization", "Bearer secret"), 200);
+  EXPECT_EQ(status("authorization", "bearer other"), 200);
+  EXPECT_EQ(status("x-api-key", "other"), 200);
+  for (const char* wrong :
+       {"", "Bearer", "Bearer ", "Bearer secre", "Bearer secrets", "secret", "Basic secret"}) {
+    EXPECT_EQ(status("authorization", wrong), 401) << wrong;
+  }
+  EXPECT_EQ(send("GET", "/v1/models")->wait().status, 401);
+  EXPECT_EQ(send("GET", "/stats")->wait().status, 401);
+  for (const char* open : {"/health", "/ready", "/metrics", "/"}) {
+    EXPECT_EQ(send("GET", open)->wait().status, 200) << open;
+  }
+}
+
+TEST(RequestId, KeepsWhatIsSafe) {
+  EXPECT_EQ(request_id("abc-1"), "abc-1");
+  for (const std::string& bad : {std::string(),
+                                 std::string("a b"),
+                                 std::string("a\r\nb"),
+                                 std::string(129, 'x'),
+                                 std::string("\xff")}) {
+    EXPECT_TRUE(request_id(bad).starts_with("req-"));
+  }
+  EXPECT_NE(request_id(""), request_id(""));
+}
+
+TEST(Page, NeedsNothingButItself) {
+  const std::string_view page = page_html();
+  EXPECT_NE(page.find("<!DOCTYPE html>"), std::string_view::npos);
+  EXPECT_EQ(page.find("http://"), std::string_view::npos);
+  EXPECT_EQ(page.find("https://"), std::string_view::npos);
+}
+
+}  // namespace
+}  // namespace cachalot::server
