@@ -18,8 +18,11 @@ ALLOWED = {
     "model": {"ops", "io", "quant", "tensor", "base"},
     "kvcache": {"ops", "io", "quant", "tensor", "base"},
     "engine": {"model", "kvcache", "text", "ops", "io", "quant", "tensor", "base"},
+    "train": {"model", "text", "ops", "io", "quant", "tensor", "base"},
     "server": {"engine", "text", "base"},
-    "cli": {"server", "engine", "model", "kvcache", "text", "ops", "io", "quant", "tensor", "base"},
+    "cli": {
+        "server", "engine", "train", "model", "kvcache", "text", "ops", "io", "quant", "tensor", "base"
+    },
 }
 INCLUDE = re.compile(r'^\s*#\s*include\s+"([a-z_0-9]+)/')
 

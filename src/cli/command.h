@@ -22,5 +22,8 @@ void add_run(CLI::App& app, Action& action);
 void add_chat(CLI::App& app, Action& action);
 void add_serve(CLI::App& app, Action& action);
 void add_bench(CLI::App& app, Action& action);
+void add_train(CLI::App& app, Action& action);
+void add_export(CLI::App& app, Action& action);
+void add_eval(CLI::App& app, Action& action);
 
 }  // namespace cachalot::cli

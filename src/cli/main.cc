@@ -5,7 +5,7 @@
 #include "cli/command.h"
 
 int main(int argc, char** argv) {
-  CLI::App app("Cachalot: loads, runs and serves models of the DeepSeek-V4.1 architecture.",
+  CLI::App app("Cachalot: loads, runs and trains models of the DeepSeek-V4.1 architecture.",
                "cachalot");
   app.require_subcommand(1);
   app.set_version_flag("--version", CACHALOT_VERSION);
@@ -20,7 +20,10 @@ int main(int argc, char** argv) {
                     cachalot::cli::add_run,
                     cachalot::cli::add_chat,
                     cachalot::cli::add_serve,
-                    cachalot::cli::add_bench}) {
+                    cachalot::cli::add_bench,
+                    cachalot::cli::add_train,
+                    cachalot::cli::add_export,
+                    cachalot::cli::add_eval}) {
     add(app, action);
   }
   try {

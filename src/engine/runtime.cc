@@ -28,28 +28,6 @@ kvcache::CacheLayout cache_layout(const model::ModelConfig& config, int64_t page
   return layout;
 }
 
-Result<std::vector<int32_t>> engram_token_map(const text::Tokenizer& tokenizer,
-                                              int64_t vocab_size,
-                                              int64_t classes) {
-  std::vector<int32_t> map;
-  if (classes == vocab_size) {
-    for (int64_t id = 0; id < vocab_size; ++id) {
-      map.push_back(static_cast<int32_t>(id));
-    }
-    return map;
-  }
-  CACHALOT_TRY(map, text::token_classes(tokenizer));
-  int64_t found = 0;
-  for (int32_t id : map) {
-    found = std::max<int64_t>(found, id + 1);
-  }
-  if (found != classes) {
-    return invalid(
-        "the tokenizer has {} Engram classes, engram_compressed_vocab_size is {}", found, classes);
-  }
-  return map;
-}
-
 namespace {
 
 // Differs between checkpoints, as far as a sample of every tensor tells, and between ways to run
@@ -103,7 +81,7 @@ Result<std::unique_ptr<Runtime>> Runtime::open(const std::string& directory,
   std::vector<int32_t> classes;
   if (!config.engram_layer_ids.empty()) {
     CACHALOT_TRY(classes,
-                 engram_token_map(
+                 text::token_class_map(
                      runtime->tokenizer_, config.vocab_size, config.engram_compressed_vocab_size)
                      .with(directory + "/tokenizer.json"));
   }

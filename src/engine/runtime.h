@@ -38,12 +38,6 @@ struct RuntimeOptions {
 // The caches that a model's requests need.
 kvcache::CacheLayout cache_layout(const model::ModelConfig& config, int64_t page_tokens);
 
-// Engram's token map: the identity if every token is its own class, else derived from the
-// tokenizer, which must then have exactly `classes` classes.
-Result<std::vector<int32_t>> engram_token_map(const text::Tokenizer& tokenizer,
-                                              int64_t vocab_size,
-                                              int64_t classes);
-
 class Runtime {
  public:
   // Opens a checkpoint directory. Errors name the file; unsupported options are kUnimplemented.

@@ -1,9 +1,10 @@
 // The architecture, written once.
 //
 // A forward pass is a template over an execution policy E. InferExec (infer_exec.h) runs each op
-// over the caches of a step; a training policy can record the same calls on a tape. Nothing here
-// knows which. The members that E must have are exactly the calls below; their tensors are E::Var,
-// and the letters in comments are those of ops/ops.h.
+// over the caches of a step; TrainExec (train/train_exec.h) records the same calls on a tape.
+// Nothing here knows which. detach() ends a gradient: the indexer learns from its own objective and
+// must not move what it reads. The members that E must have are exactly the calls below; their
+// tensors are E::Var, and the letters in comments are those of ops/ops.h.
 //
 // Hyper-connections delay the application of a sublayer's output: hc_site() of the next site
 // expands it into the streams while it reads them anyway. `Stream` is what flows from site to site.
@@ -62,7 +63,7 @@ void compress(E& e, const LayerSpec& layer, const AttentionWeights& w, typename 
     gate = e.linear_f32(u, w.compressor.wgate);
   }
   const auto latent = e.compress_pool(layer, kv, gate, w.compressor.norm);  // [G, C]
-  const auto key = e.linear(latent, w.indexer.wk);                          // [G, DI]
+  const auto key = e.linear(e.detach(latent), w.indexer.wk);                // [G, DI]
   e.compress_store(layer, latent, key, w.indexer.k_norm);
 }
 
@@ -77,8 +78,8 @@ typename E::Var attention(E& e,
   const auto [r, window] = e.qkv_finish(layer, t, w.q_norm, kv, w.kv_norm);
   const auto q = e.linear(r, w.wq_b);  // [T, H K]
   if (layer.index_source == layer.index) {
-    const auto index_q = e.linear(r, w.indexer.wq_b);          // [T, HI DI]
-    const auto index_w = e.linear(u, w.indexer.weights_proj);  // [T, HI]
+    const auto index_q = e.linear(e.detach(r), w.indexer.wq_b);          // [T, HI DI]
+    const auto index_w = e.linear(e.detach(u), w.indexer.weights_proj);  // [T, HI]
     e.index_select(layer, index_q, index_w, published);
   }
   const auto o = e.attend(layer, q, window, w.sink, published.selected);  // [T, H K]

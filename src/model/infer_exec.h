@@ -83,6 +83,7 @@ class InferExec {
   // Calls of forward(). -------------------------------------------------------------------------
   Var embed(const ops::Weight& weight);
   Var first_pre();
+  Var detach(Var x) { return x; }
   Var linear(Var x, const ops::Weight& w);
   Var linear_f32(Var x, const ops::Weight& w);
   Var linear_grouped(Var x, const ops::Weight& w);

@@ -62,6 +62,12 @@ int64_t blocks(int64_t n) {
 // belongs to; both are null for parts that ModelWeights does not hold.
 using Visit = std::function<void(WeightSpec spec, ops::Weight* matrix, TensorView* view)>;
 
+// How a matrix is used, see WeightSpec.
+struct Use {
+  int64_t blocks = 1;
+  bool to_stream = false;
+};
+
 // Walks the weights of a config and the fields of `weights` in parallel, so that names, shapes and
 // fields stand side by side, once.
 class Walk {
@@ -125,7 +131,8 @@ class Walk {
             WeightPart part,
             const Spread& spread,
             ops::Weight* matrix,
-            TensorView* view) {
+            TensorView* view,
+            const Use& use = {}) {
     WeightSpec spec;
     spec.name = prefix_ + std::string(name);
     spec.shape = shape;
@@ -142,6 +149,8 @@ class Walk {
     spec.shard = shard_;
     spec.mean = spread.mean;
     spec.deviation = spread.deviation;
+    spec.blocks = use.blocks;
+    spec.to_stream = use.to_stream;
     visit_(std::move(spec), matrix, view);
   }
 
@@ -169,7 +178,8 @@ class Walk {
            int64_t in,
            double input,
            double output,
-           ops::Weight* matrix) {
+           ops::Weight* matrix,
+           const Use& use = {}) {
     emit(name,
          {out, in},
          WeightKind::kFp8Block,
@@ -178,7 +188,8 @@ class Walk {
          part_,
          gain(input, output, in),
          matrix,
-         nullptr);
+         nullptr,
+         use);
   }
 
   void global() {
@@ -223,7 +234,13 @@ class Walk {
     const int64_t d = c_.hidden_size, k = c_.head_dim, width = c_.num_attention_heads * k;
     fp8("attn.wq_a.weight", c_.q_lora_rank, d, rms(kAttnNorm), kHidden, &attn.wq_a);
     norm("attn.q_norm.weight", c_.q_lora_rank, kQueryNorm, &attn.q_norm);
-    fp8("attn.wq_b.weight", width, c_.q_lora_rank, rms(kQueryNorm), kQuery, &attn.wq_b);
+    fp8("attn.wq_b.weight",
+        width,
+        c_.q_lora_rank,
+        rms(kQueryNorm),
+        kQuery,
+        &attn.wq_b,
+        {.blocks = c_.num_attention_heads});
     fp8("attn.wkv.weight", k, d, rms(kAttnNorm), kHidden, &attn.wkv);
     norm("attn.kv_norm.weight", k, kKvNorm, &attn.kv_norm);
     vector("attn.attn_sink",
@@ -237,28 +254,40 @@ class Walk {
         width / c_.o_groups,
         kMixedValue,
         kGroupOut,
-        &attn.wo_a);
-    fp8("attn.wo_b.weight", d, c_.o_groups * c_.o_lora_rank, kGroupOut, kSublayer, &attn.wo_b);
+        &attn.wo_a,
+        {.blocks = c_.o_groups});
+    fp8("attn.wo_b.weight",
+        d,
+        c_.o_groups * c_.o_lora_rank,
+        kGroupOut,
+        kSublayer,
+        &attn.wo_b,
+        {.to_stream = true});
   }
 
   void expert(
       std::string_view name, WeightKind kind, DType dtype, double output, ops::ExpertView& expert) {
     const int64_t d = c_.hidden_size, f = c_.moe_intermediate_size;
-    const auto matrix =
-        [&](const char* which, int64_t out, int64_t in, const Spread& spread, ops::Weight* weight) {
-          emit(fmt::format("{}.{}.weight", name, which),
-               {out, in},
-               kind,
-               dtype,
-               WeightRole::kProjection,
-               part_,
-               spread,
-               weight,
-               nullptr);
-        };
+    const auto matrix = [&](const char* which,
+                            int64_t out,
+                            int64_t in,
+                            const Spread& spread,
+                            ops::Weight* weight,
+                            const Use& use = {}) {
+      emit(fmt::format("{}.{}.weight", name, which),
+           {out, in},
+           kind,
+           dtype,
+           WeightRole::kProjection,
+           part_,
+           spread,
+           weight,
+           nullptr,
+           use);
+    };
     matrix("w1", f, d, gain(rms(kFfnNorm), kGate, d), &expert.w1);
     matrix("w3", f, d, gain(rms(kFfnNorm), kGate, d), &expert.w3);
-    matrix("w2", d, f, gain(kSwiglu, output, f), &expert.w2);
+    matrix("w2", d, f, gain(kSwiglu, output, f), &expert.w2, {.to_stream = true});
   }
 
   void mixture(MoeWeights& moe, int64_t experts, int64_t chosen) {
@@ -329,7 +358,8 @@ class Walk {
           c_.q_lora_rank,
           rms(kQueryNorm),
           1,
-          &attn.indexer.wq_b);
+          &attn.indexer.wq_b,
+          {.blocks = c_.index_n_heads});
       plain("attn.indexer.weights_proj.weight",
             {c_.index_n_heads, d},
             WeightRole::kProjection,
@@ -387,7 +417,13 @@ class Walk {
          {0, kTable},
          &engram.table,
          nullptr);
-    fp8("wkv.weight", (c_.hc_mult + 1) * d, columns * width, kTable, kInjection, &engram.wkv);
+    fp8("wkv.weight",
+        (c_.hc_mult + 1) * d,
+        columns * width,
+        kTable,
+        kInjection,
+        &engram.wkv,
+        {.blocks = c_.hc_mult + 1, .to_stream = true});
     vector("q_weight",
            {c_.hc_mult, d},
            DType::kBF16,

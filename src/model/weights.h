@@ -1,7 +1,7 @@
 // The weight table: the only place that spells tensor names.
 //
 // From a config it derives every tensor of a checkpoint with its name, shape, storage and role. The
-// loader, the writer, `synth`, `inspect` and (later) the optimizer grouping are all driven by it.
+// loader, the writer, `synth`, `inspect` and the optimizer grouping are all driven by it.
 #pragma once
 
 #include <cstdint>
@@ -56,6 +56,10 @@ struct WeightSpec {
   int64_t layer = -1;   // backbone layer, draft stage, vision block, or -1
   int64_t expert = -1;  // routed expert, or -1
   int64_t shard = 0;    // 0-based official shard
+  // Independent maps stacked along the rows (heads of a query projection, groups of wo_a, keys and
+  // value of Engram): an optimizer treats each as a matrix of its own.
+  int64_t blocks = 1;
+  bool to_stream = false;  // its output is added to the residual streams
   // Statistics of synthetic weights: about N(mean, deviation^2).
   double mean = 0;
   double deviation = 0;

@@ -113,4 +113,26 @@ Result<std::vector<int32_t>> token_classes(const Tokenizer& tokenizer) {
   return classes;
 }
 
+Result<std::vector<int32_t>> token_class_map(const Tokenizer& tokenizer,
+                                             int64_t vocab_size,
+                                             int64_t classes) {
+  std::vector<int32_t> map;
+  if (classes == vocab_size) {
+    for (int64_t id = 0; id < vocab_size; ++id) {
+      map.push_back(static_cast<int32_t>(id));
+    }
+    return map;
+  }
+  CACHALOT_TRY(map, token_classes(tokenizer));
+  int64_t found = 0;
+  for (int32_t id : map) {
+    found = std::max<int64_t>(found, id + 1);
+  }
+  if (found != classes) {
+    return invalid(
+        "the tokenizer has {} Engram classes, engram_compressed_vocab_size is {}", found, classes);
+  }
+  return map;
+}
+
 }  // namespace cachalot::text

@@ -17,4 +17,10 @@ namespace cachalot::text {
 // Errors: kInternal when the Unicode library fails.
 Result<std::vector<int32_t>> token_classes(const Tokenizer& tokenizer);
 
+// The map of a model with `vocab_size` ids and `classes` classes: the identity if every token is
+// its own class, else token_classes() of the tokenizer, which must then have exactly `classes`.
+Result<std::vector<int32_t>> token_class_map(const Tokenizer& tokenizer,
+                                             int64_t vocab_size,
+                                             int64_t classes);
+
 }  // namespace cachalot::text

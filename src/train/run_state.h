@@ -1,0 +1,65 @@
+// The folder of a training run: what it trains, and its saved states.
+//
+//   config.json, tokenizer.json   the model
+//   state-00000100.safetensors    everything that step 101 needs; appears whole or not at all
+//   log.jsonl                     one line per step and evaluation
+//   plot.svg                      the log as curves
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "base/status.h"
+#include "model/config.h"
+#include "text/tokenizer.h"
+#include "train/optimizer.h"
+#include "train/parameters.h"
+
+namespace cachalot::train {
+
+struct RunModel {
+  model::ModelConfig config;  // storage kOfficial
+  std::string tokenizer_json;
+  text::Tokenizer tokenizer;
+  std::vector<int32_t> token_class;
+};
+
+// The model of a run folder. Errors name the file.
+Result<RunModel> open_run_model(const std::string& folder);
+// Checks that config and tokenizer fit each other and derives the Engram classes.
+Result<RunModel> make_run_model(model::ModelConfig config,
+                                std::string tokenizer_json,
+                                const std::string& source);
+
+// Where a run stands, beside its tensors.
+struct RunPosition {
+  int64_t step = 0;    // steps done
+  int64_t tokens = 0;  // rows that they saw
+  int64_t epoch = 0;   // of the next batch
+  int64_t batch = 0;   // its index in the epoch
+  double mean_loss = 0;
+};
+
+std::string state_path(const std::string& folder, int64_t step);
+// The steps of the saved states, ascending.
+std::vector<int64_t> saved_steps(const std::string& folder);
+
+Status save_state(const std::string& path,
+                  const ParameterSet<float>& parameters,
+                  const std::vector<OptimizerState>& states,
+                  const RunPosition& position);
+// Fills the parameters and, unless it is null, the optimizer's states. Errors: a file that is
+// damaged, of another model or of another optimizer, by file and tensor.
+Result<RunPosition> load_state(const std::string& path,
+                               ParameterSet<float>& parameters,
+                               std::vector<OptimizerState>* states);
+
+// Writes the model of a state as a checkpoint in the official layout.
+Status export_run(const std::string& folder,
+                  int64_t step,
+                  const std::string& out,
+                  ThreadPool& pool);
+
+}  // namespace cachalot::train

@@ -1,0 +1,377 @@
+#include "train/trainer.h"
+
+#include <algorithm>
+#include <cmath>
+#include <filesystem>
+#include <fstream>
+#include <nlohmann/json.hpp>
+#include <numbers>
+
+#include "base/clock.h"
+#include "base/file.h"
+#include "base/format.h"
+#include "base/json.h"
+#include "model/forward.h"
+#include "text/byte_tokenizer.h"
+#include "text/token_classes.h"
+#include "train/plot.h"
+
+namespace cachalot::train {
+namespace {
+
+// Of the running mean of the loss that divergence is measured against.
+constexpr double kMeanKeep = 0.98;
+
+Result<RunModel> new_run_model(const RunConfig& config) {
+  model::ModelConfig c;
+  if (!config.preset.empty()) {
+    CACHALOT_TRY(c, model::preset_config(config.preset));
+  } else {
+    CACHALOT_TRY(const std::string text, read_file(config.config));
+    CACHALOT_TRY(c, model::parse_config(text, config.config));
+  }
+  for (const std::string& assignment : config.set) {
+    CACHALOT_RETURN_IF_ERROR(model::set_config_value(c, assignment).with("model.set"));
+  }
+  c.storage = model::WeightStorage::kOfficial;
+  std::string json, source = config.tokenizer;
+  if (config.tokenizer.empty()) {
+    if (c.vocab_size < text::kMinByteVocab) {
+      return invalid("vocab_size is {}; a byte-level tokenizer needs at least {}",
+                     c.vocab_size,
+                     text::kMinByteVocab);
+    }
+    source = "the byte-level tokenizer";
+    json = text::byte_level_tokenizer_json(static_cast<int32_t>(c.vocab_size));
+  } else {
+    CACHALOT_TRY(json, read_file(config.tokenizer));
+  }
+  if (config.classes_from_tokenizer) {
+    CACHALOT_TRY(const text::Tokenizer tokenizer, text::Tokenizer::parse(json, source));
+    CACHALOT_TRY(const std::vector<int32_t> classes, text::token_classes(tokenizer));
+    c.engram_compressed_vocab_size = *std::max_element(classes.begin(), classes.end()) + 1;
+    CACHALOT_RETURN_IF_ERROR(model::derive_engram_rows(c));
+  }
+  return make_run_model(std::move(c), std::move(json), source);
+}
+
+std::string step_line(const StepRecord& r) {
+  JsonWriter w;
+  w.begin_object()
+      .field("step", r.step)
+      .field("tokens", r.tokens)
+      .field("loss", r.loss)
+      .field("rate", r.rate)
+      .field("gradient_norm", r.gradient_norm)
+      .field("balance", r.balance)
+      .field("violation", r.violation)
+      .field("indexer", r.indexer)
+      .field("max_latent", r.max_latent)
+      .field("seconds", r.seconds)
+      .field("tokens_per_second", r.tokens_per_second)
+      .end_object();
+  return w.text();
+}
+
+std::string evaluation_line(int64_t step, const Evaluation& e) {
+  JsonWriter w;
+  w.begin_object()
+      .field("step", step)
+      .field("heldout_loss", e.loss())
+      .field("bits_per_byte", e.bits_per_byte())
+      .field("heldout_targets", e.targets)
+      .end_object();
+  return w.text();
+}
+
+// Drops what a log says about steps that a resumed run will do again.
+Status cut_log(const std::string& path, int64_t step) {
+  if (!file_exists(path)) {
+    return {};
+  }
+  CACHALOT_TRY(const std::string text, read_file(path));
+  std::string kept;
+  size_t begin = 0;
+  while (begin < text.size()) {
+    const size_t end = std::min(text.find('\n', begin), text.size());
+    const std::string line = text.substr(begin, end - begin);
+    const nlohmann::json record = nlohmann::json::parse(line, nullptr, false);
+    // A line without its end was being written when the run died.
+    if (record.is_object() && end < text.size() && record.value("step", int64_t{0}) <= step) {
+      kept += line + "\n";
+    }
+    begin = end + 1;
+  }
+  return write_file(path, kept);
+}
+
+}  // namespace
+
+double Evaluation::bits_per_byte() const {
+  return nats / std::numbers::ln2 / static_cast<double>(bytes);
+}
+
+Evaluation evaluate(ParameterSet<float>& parameters,
+                    ForwardOptions options,
+                    const Corpus& corpus,
+                    const text::Tokenizer& tokenizer,
+                    int64_t sequence,
+                    int64_t micro_tokens,
+                    int64_t most,
+                    ThreadPool* pool) {
+  options.gradients = false;
+  Evaluation result;
+  Tape<float> tape;
+  Arena scratch;
+  int64_t seen = 0;
+  for (const std::vector<Piece>& pieces : plan_epoch(corpus, 0, 0, sequence, micro_tokens)) {
+    if (seen >= most) {
+      break;
+    }
+    const Batch batch = make_batch(corpus, pieces);
+    seen += batch.rows();
+    tape.reset();
+    TrainExec<float> exec(parameters, options, batch, tape, scratch, pool);
+    model::forward(exec, parameters.model());
+    result.nats += exec.report().loss_sum;
+    for (int32_t target : batch.target) {
+      if (target >= 0) {
+        ++result.targets;
+        result.bytes += tokenizer.is_control(target)
+                            ? 0
+                            : static_cast<int64_t>(tokenizer.token_bytes(target).size());
+      }
+    }
+  }
+  return result;
+}
+
+Trainer::Trainer(const RunConfig& config, RunModel model)
+    : config_(config), model_(std::move(model)), pool_(static_cast<int>(config.threads)) {}
+
+Result<std::unique_ptr<Trainer>> Trainer::create(const RunConfig& config, bool resume) {
+  const std::vector<int64_t> steps = saved_steps(config.out);
+  if (resume && steps.empty()) {
+    return error(
+        Code::kNotFound, "run.out is '{}', which holds no state to resume from", config.out);
+  }
+  if (!resume && !steps.empty()) {
+    return error(Code::kFailedPrecondition,
+                 "run.out is '{}', which holds a run at step {}; use --resume or another folder",
+                 config.out,
+                 steps.back());
+  }
+  CACHALOT_TRY(RunModel model, resume ? open_run_model(config.out) : new_run_model(config));
+  std::unique_ptr<Trainer> trainer(new Trainer(config, std::move(model)));
+  CACHALOT_TRY(trainer->parameters_,
+               ParameterSet<float>::create(trainer->model_.config, trainer->model_.token_class));
+  trainer->optimizer_ = std::make_unique<Optimizer>(*trainer->parameters_, config.optimizer);
+  CACHALOT_RETURN_IF_ERROR(trainer->load_data());
+  CACHALOT_RETURN_IF_ERROR(trainer->start(resume));
+  return trainer;
+}
+
+Status Trainer::load_data() {
+  const model::ModelConfig& c = model_.config;
+  if (config_.sequence > c.max_position_embeddings) {
+    return invalid("data.sequence is {}; max_position_embeddings is {}",
+                   config_.sequence,
+                   c.max_position_embeddings);
+  }
+  const DocumentTokens control{.bos = static_cast<int32_t>(c.bos_token_id),
+                               .eos = static_cast<int32_t>(c.eos_token_id),
+                               .vocab_size = c.vocab_size};
+  for (const DataSource& source : config_.train) {
+    for (int64_t i = 0; i < source.repeat; ++i) {
+      CACHALOT_RETURN_IF_ERROR(corpus_.add(source.path, model_.tokenizer, control, pool_));
+    }
+  }
+  for (const std::string& path : config_.heldout) {
+    CACHALOT_RETURN_IF_ERROR(heldout_.add(path, model_.tokenizer, control, pool_));
+  }
+  if (plan_epoch(corpus_, config_.seed, 0, config_.sequence, config_.micro_tokens).empty()) {
+    return invalid("data.train holds no sample of two tokens");
+  }
+  return {};
+}
+
+Status Trainer::start(bool resume) {
+  const std::string log_path = config_.out + "/log.jsonl";
+  if (resume) {
+    saved_step_ = saved_steps(config_.out).back();
+    CACHALOT_TRY(
+        position_,
+        load_state(state_path(config_.out, saved_step_), *parameters_, &optimizer_->states()));
+    CACHALOT_RETURN_IF_ERROR(cut_log(log_path, position_.step));
+  } else {
+    initialize(*parameters_, config_.seed);
+    CACHALOT_RETURN_IF_ERROR(make_directories(config_.out));
+    CACHALOT_RETURN_IF_ERROR(
+        write_file(config_.out + "/config.json", model::config_to_json(model_.config)));
+    CACHALOT_RETURN_IF_ERROR(write_file(config_.out + "/tokenizer.json", model_.tokenizer_json));
+    CACHALOT_RETURN_IF_ERROR(write_file(log_path, ""));
+  }
+  parameters_->apply(config_.forward.quant, &pool_);
+  return {};
+}
+
+Result<std::vector<Batch>> Trainer::next_batches() {
+  std::vector<Batch> batches;
+  const int64_t count = config_.batch_tokens / config_.micro_tokens;
+  while (static_cast<int64_t>(batches.size()) < count) {
+    if (planned_epoch_ != position_.epoch) {
+      plan_ = plan_epoch(
+          corpus_, config_.seed, position_.epoch, config_.sequence, config_.micro_tokens);
+      planned_epoch_ = position_.epoch;
+    }
+    if (position_.batch >= static_cast<int64_t>(plan_.size())) {
+      ++position_.epoch;
+      position_.batch = 0;
+      continue;
+    }
+    batches.push_back(make_batch(corpus_, plan_[static_cast<size_t>(position_.batch++)]));
+  }
+  return batches;
+}
+
+Status Trainer::diverged(const std::string& what) const {
+  return error(Code::kFailedPrecondition,
+               "step {}: {}; the last good state is {}",
+               position_.step + 1,
+               what,
+               saved_step_ == 0 ? "none" : state_path(config_.out, saved_step_));
+}
+
+Result<StepRecord> Trainer::train_step() {
+  const double started = now_seconds();
+  CACHALOT_TRY(const std::vector<Batch> batches, next_batches());
+  int64_t rows = 0, targets = 0;
+  for (const Batch& batch : batches) {
+    rows += batch.rows();
+    targets += batch.targets;
+  }
+  if (targets == 0) {
+    return diverged("no token of the batch has a loss");
+  }
+  parameters_->zero_gradients(&pool_);
+  StepRecord record{.step = position_.step + 1, .steps = config_.steps};
+  std::vector<std::vector<int64_t>> load, load_image;
+  const auto add = [](const std::vector<std::vector<int64_t>>& from,
+                      std::vector<std::vector<int64_t>>& to) {
+    to.resize(from.size());
+    for (size_t l = 0; l < from.size(); ++l) {
+      to[l].resize(from[l].size());
+      for (size_t e = 0; e < from[l].size(); ++e) {
+        to[l][e] += from[l][e];
+      }
+    }
+  };
+  for (const Batch& batch : batches) {
+    const double share = static_cast<double>(batch.rows()) / static_cast<double>(rows);
+    ForwardOptions options = config_.forward;
+    options.loss_scale = 1.0 / static_cast<double>(targets);
+    options.auxiliary_scale = share;
+    options.seed = config_.seed + static_cast<uint64_t>(record.step);
+    tape_.reset();
+    TrainExec<float> exec(*parameters_, options, batch, tape_, scratch_, &pool_);
+    model::forward(exec, parameters_->model());
+    tape_.backward();
+    const ForwardReport& report = exec.report();
+    record.loss += report.loss_sum / static_cast<double>(targets);
+    record.balance += report.balance * share;
+    record.indexer += report.indexer * share;
+    record.max_latent = std::max(record.max_latent, report.max_latent);
+    add(report.load, load);
+    add(report.load_image, load_image);
+  }
+  if (!std::isfinite(record.loss)) {
+    return diverged("the loss is not finite");
+  }
+  std::string worst;
+  record.gradient_norm = gradient_norm(*parameters_, *optimizer_, &worst);
+  if (!worst.empty()) {
+    return diverged(fmt::format("the gradient of {} is not finite", worst));
+  }
+  if (position_.step > 0 && record.loss > position_.mean_loss + config_.divergence) {
+    return diverged(
+        fmt::format("the loss is {:.4f}, its running mean {:.4f}; they may differ by {}",
+                    record.loss,
+                    position_.mean_loss,
+                    config_.divergence));
+  }
+  record.rate = learning_rate(config_.schedule, record.step, static_cast<double>(position_.tokens));
+  const double scale = config_.clip > 0 && record.gradient_norm > config_.clip
+                           ? config_.clip / record.gradient_norm
+                           : 1.0;
+  optimizer_->step(record.step, record.rate, scale, &pool_);
+  // Once per optimizer step, from the loads of all its batches.
+  const model::ModelWeights& weights = parameters_->model().weights;
+  for (size_t l = 0; l < load.size(); ++l) {
+    const model::MoeWeights& moe = weights.layers[l].moe;
+    balance_bias(config_.bias_speed, load[l], parameters_->of(moe.bias).value.data());
+    balance_bias(config_.bias_speed, load_image[l], parameters_->of(moe.bias_vl).value.data());
+    record.violation += max_violation(load[l]) / static_cast<double>(load.size());
+  }
+  parameters_->apply(config_.forward.quant, &pool_);
+  position_.step = record.step;
+  position_.tokens += rows;
+  position_.mean_loss = record.step == 1
+                            ? record.loss
+                            : kMeanKeep * position_.mean_loss + (1 - kMeanKeep) * record.loss;
+  record.tokens = position_.tokens;
+  record.seconds = now_seconds() - started;
+  record.tokens_per_second = static_cast<double>(rows) / record.seconds;
+  return record;
+}
+
+Status Trainer::log(const std::string& line) {
+  const std::string path = config_.out + "/log.jsonl";
+  std::ofstream file(path, std::ios::app | std::ios::binary);
+  file << line << '\n';
+  file.flush();
+  return file.good() ? Status() : error(Code::kUnavailable, "cannot append to '{}'", path);
+}
+
+Status Trainer::save() {
+  CACHALOT_RETURN_IF_ERROR(save_state(
+      state_path(config_.out, position_.step), *parameters_, optimizer_->states(), position_));
+  saved_step_ = position_.step;
+  const std::vector<int64_t> steps = saved_steps(config_.out);
+  for (size_t i = 0; i + static_cast<size_t>(config_.keep_checkpoints) < steps.size(); ++i) {
+    std::error_code ignored;
+    std::filesystem::remove(state_path(config_.out, steps[i]), ignored);
+  }
+  return plot_log(config_.out + "/log.jsonl", config_.out + "/plot.svg");
+}
+
+Status Trainer::run(const Listener& listener) {
+  while (position_.step < config_.steps) {
+    CACHALOT_TRY(const StepRecord record, train_step());
+    CACHALOT_RETURN_IF_ERROR(log(step_line(record)));
+    if (listener.on_step) {
+      listener.on_step(record);
+    }
+    const bool last = record.step == config_.steps;
+    if (heldout_.documents() > 0 &&
+        (last || (config_.evaluate_every > 0 && record.step % config_.evaluate_every == 0))) {
+      const Evaluation evaluation = evaluate(*parameters_,
+                                             config_.forward,
+                                             heldout_,
+                                             model_.tokenizer,
+                                             config_.sequence,
+                                             config_.micro_tokens,
+                                             config_.evaluate_tokens,
+                                             &pool_);
+      CACHALOT_RETURN_IF_ERROR(log(evaluation_line(record.step, evaluation)));
+      if (listener.on_evaluation) {
+        listener.on_evaluation(record.step, evaluation);
+      }
+    }
+    if (last || record.step % config_.checkpoint_every == 0) {
+      CACHALOT_RETURN_IF_ERROR(save());
+    }
+  }
+  return {};
+}
+
+}  // namespace cachalot::train

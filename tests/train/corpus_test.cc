@@ -1,0 +1,137 @@
+#include "train/corpus.h"
+
+#include <gtest/gtest.h>
+
+#include <set>
+
+#include "base/file.h"
+#include "io/safetensors.h"
+#include "tests/support/temp_directory.h"
+#include "text/byte_tokenizer.h"
+#include "text/control_tokens.h"
+
+namespace cachalot::train {
+namespace {
+
+class CorpusTest : public testing::Test {
+ protected:
+  CorpusTest()
+      : tokenizer_(*text::Tokenizer::parse(text::byte_level_tokenizer_json(512), "test")),
+        pool_(2) {}
+
+  std::string write(const std::string& name, const std::string& content) {
+    const std::string path = directory_.file(name);
+    EXPECT_TRUE(write_file(path, content).ok());
+    return path;
+  }
+  Status add(const std::string& path) {
+    return corpus_.add(path, tokenizer_, {.bos = 0, .eos = 1, .vocab_size = 512}, pool_);
+  }
+  std::vector<int32_t> document(int64_t index) const {
+    const auto tokens = corpus_.document(index);
+    return {tokens.begin(), tokens.end()};
+  }
+
+  test::TempDirectory directory_;
+  text::Tokenizer tokenizer_;
+  ThreadPool pool_;
+  Corpus corpus_;
+};
+
+TEST_F(CorpusTest, ReadsTextLinesAndShards) {
+  ASSERT_TRUE(add(write("a.txt", "hi")).ok());
+  ASSERT_TRUE(add(write("b.jsonl", "{\"text\": \"yo\"}\n{\"tokens\": [7, 8, 9]}\n\n")).ok());
+  std::vector<int32_t> tokens = {5, 6, 4, 3};
+  std::vector<int64_t> begin = {0, 2, 4};
+  const std::vector<io::SafetensorsFile::Tensor> shard = {
+      {"begin", TensorView(begin.data(), DType::kI64, {3})},
+      {"tokens", TensorView(tokens.data(), DType::kI32, {4})}};
+  ASSERT_TRUE(io::write_safetensors(directory_.file("c.safetensors"), shard).ok());
+  ASSERT_TRUE(add(directory_.file("c.safetensors")).ok());
+  ASSERT_EQ(corpus_.documents(), 5);
+  std::vector<int32_t> hi = *tokenizer_.encode("hi");
+  hi.insert(hi.begin(), 0);
+  hi.push_back(1);
+  EXPECT_EQ(document(0), hi);
+  EXPECT_EQ(document(2), (std::vector<int32_t>{7, 8, 9}));
+  EXPECT_EQ(document(4), (std::vector<int32_t>{4, 3}));
+}
+
+TEST_F(CorpusTest, LearnsOnlyTheAnswerOfAChat) {
+  ASSERT_TRUE(add(write("chat.jsonl",
+                        "{\"messages\": [{\"role\": \"user\", \"content\": \"2+2\"}, "
+                        "{\"role\": \"assistant\", \"content\": \"4\"}], "
+                        "\"thinking\": {\"type\": \"disabled\"}}"))
+                  .ok());
+  const Sample sample = corpus_.sample(0, 0, corpus_.length(0));
+  std::string learned;
+  for (size_t i = 0; i < sample.tokens.size(); ++i) {
+    if (sample.learn[i] != 0) {
+      learned += std::string(tokenizer_.token_bytes(sample.tokens[i]));
+    }
+  }
+  EXPECT_EQ(learned, "4" + std::string(text::kEosToken));
+}
+
+TEST_F(CorpusTest, ErrorsNameTheLine) {
+  const Status broken = add(write("bad.jsonl", "{\"text\": \"a\"}\n{\"txt\": 1}\n"));
+  EXPECT_NE(broken.message().find("bad.jsonl:2"), std::string::npos) << broken.message();
+  const Status outside = add(write("big.jsonl", "{\"tokens\": [512]}\n"));
+  EXPECT_NE(outside.message().find("512"), std::string::npos) << outside.message();
+  EXPECT_FALSE(add(directory_.file("absent.txt")).ok());
+}
+
+TEST_F(CorpusTest, EpochsCoverEveryTokenOnceInAnOrderOfTheirOwn) {
+  std::string lines;
+  for (int i = 0; i < 60; ++i) {
+    lines += "{\"text\": \"" + std::string(static_cast<size_t>(i * 3 % 97), 'q') + "\"}\n";
+  }
+  ASSERT_TRUE(add(write("d.jsonl", lines)).ok());
+  const auto plan = plan_epoch(corpus_, 1, 0, 32, 64);
+  std::set<std::pair<int64_t, int64_t>> seen;
+  int64_t rows = 0, full = 0;
+  for (const auto& batch : plan) {
+    int64_t size = 0;
+    for (const Piece& piece : batch) {
+      EXPECT_LE(piece.length, 32);
+      EXPECT_TRUE(seen.emplace(piece.document, piece.begin).second);
+      size += piece.length;
+    }
+    EXPECT_LE(size, 64);
+    rows += size;
+    full += size > 60;
+  }
+  int64_t want = 0;
+  for (int64_t d = 0; d < corpus_.documents(); ++d) {
+    // A last piece of one token predicts nothing.
+    want += corpus_.length(d) - (corpus_.length(d) % 32 == 1 ? 1 : 0);
+  }
+  EXPECT_EQ(rows, want);
+  EXPECT_GE(full * 10, static_cast<int64_t>(plan.size()) * 9);
+  const auto same = [](const auto& a, const auto& b) {
+    return std::equal(a.begin(), a.end(), b.begin(), b.end(), [](const auto& x, const auto& y) {
+      return std::equal(x.begin(), x.end(), y.begin(), y.end(), [](const Piece& p, const Piece& q) {
+        return p.document == q.document && p.begin == q.begin && p.length == q.length;
+      });
+    });
+  };
+  EXPECT_TRUE(same(plan, plan_epoch(corpus_, 1, 0, 32, 64)));
+  EXPECT_FALSE(same(plan, plan_epoch(corpus_, 1, 1, 32, 64)));
+  EXPECT_FALSE(same(plan, plan_epoch(corpus_, 2, 0, 32, 64)));
+}
+
+TEST(Batch, TargetsStayInsideTheirSample) {
+  const std::vector<int32_t> a = {3, 4, 5}, b = {6, 7};
+  const std::vector<uint8_t> learn = {1, 0, 1};
+  const std::vector<Sample> samples = {{a, learn}, {b, {}}};
+  const Batch batch = make_batch(samples);
+  EXPECT_EQ(batch.token, (std::vector<int32_t>{3, 4, 5, 6, 7}));
+  EXPECT_EQ(batch.target, (std::vector<int32_t>{-1, 5, -1, 7, -1}));
+  EXPECT_EQ(batch.position, (std::vector<int32_t>{0, 1, 2, 0, 1}));
+  EXPECT_EQ(batch.first_row, (std::vector<int32_t>{0, 0, 0, 3, 3}));
+  EXPECT_EQ(batch.sample_begin, (std::vector<int32_t>{0, 3, 5}));
+  EXPECT_EQ(batch.targets, 2);
+}
+
+}  // namespace
+}  // namespace cachalot::train

@@ -1,0 +1,249 @@
+// Every backward rule against finite differences of the whole model, in double, at odd extents.
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <functional>
+
+#include "tests/train/support.h"
+#include "train/vector.h"
+
+namespace cachalot::train {
+namespace {
+
+// Central differences of step 2e-6: the third derivative, large near the gates' square roots, costs
+// 4e-12 of itself, and the roundings of a loss of a few units 1e-15 / 2e-6 = 5e-10, times a
+// condition of up to 40.
+constexpr double kStep = 2e-6;
+constexpr double kAbsolute = 2e-8;
+constexpr double kRelative = 1e-6;
+
+class GradientTest : public testing::Test {
+ protected:
+  GradientTest()
+      : parameters_(odd_config()),
+        first_(random_tokens(17, 19, 1)),
+        second_(random_tokens(12, 19, 2)) {
+    randomize(parameters_, 5);
+    const std::vector<Sample> samples = {{first_, {}}, {second_, {}}};
+    batch_ = make_batch(samples);
+  }
+
+  // Compares the gradient of loss(report) along one random direction per weight.
+  void check(const ForwardOptions& options,
+             const std::function<double(const ForwardReport&)>& loss,
+             const std::function<bool(const model::WeightSpec&)>& applies) {
+    parameters_.zero_gradients(nullptr);
+    const ForwardPass<double> run(parameters_, options, batch_);
+    ForwardOptions plain = options;
+    plain.gradients = false;
+    uint64_t stream = 0;
+    int64_t checked = 0;
+    for (Parameter<double>& parameter : parameters_.all()) {
+      ++stream;
+      if (parameter.spec.part == model::WeightPart::kDraft || !applies(parameter.spec)) {
+        continue;
+      }
+      const Philox random(9, stream);
+      std::vector<double> direction(parameter.value.size());
+      double along = 0;
+      for (size_t i = 0; i < direction.size(); ++i) {
+        direction[i] = random.normal(i);
+        along += direction[i] * parameter.grad[i];
+      }
+      const std::vector<double> value = parameter.value;
+      const auto at = [&](double step) {
+        for (size_t i = 0; i < value.size(); ++i) {
+          parameter.value[i] = value[i] + step * direction[i];
+        }
+        const ForwardPass<double> moved(parameters_, plain, batch_);
+        return loss(moved.report());
+      };
+      const double slope = (at(kStep) - at(-kStep)) / (2 * kStep);
+      parameter.value = value;
+      EXPECT_NEAR(along, slope, kAbsolute + kRelative * std::fabs(slope)) << parameter.spec.name;
+      if (std::fabs(slope) > 1e-6) {
+        ++checked;
+      }
+    }
+    // A test that finds flat directions everywhere proves nothing.
+    EXPECT_GT(checked, 3);
+  }
+
+  ParameterSet<double> parameters_;
+  std::vector<int32_t> first_, second_;
+  Batch batch_;
+};
+
+bool is_bias(const model::WeightSpec& spec) {
+  return spec.role == model::WeightRole::kRouterBias;
+}
+bool is_indexer(const model::WeightSpec& spec) {
+  return spec.name.find("indexer") != std::string::npos;
+}
+
+TEST_F(GradientTest, CrossEntropyOfEveryWeight) {
+  ForwardOptions options;
+  options.balance_coefficient = 0;
+  options.indexer.coefficient = 0;
+  options.candidates = true;
+  options.loss_scale = 0.25;
+  check(
+      options,
+      [&](const ForwardReport& report) { return options.loss_scale * report.loss_sum; },
+      [](const model::WeightSpec& spec) { return !is_bias(spec); });
+}
+
+TEST_F(GradientTest, BalanceLossThroughTheSharesOnly) {
+  ForwardOptions options;
+  options.loss_scale = 0;
+  options.indexer.coefficient = 0;
+  options.balance_coefficient = 0.5;
+  const auto layers = static_cast<double>(parameters_.model().layers.size());
+  check(
+      options,
+      [&](const ForwardReport& report) {
+        return options.balance_coefficient * layers * report.balance;
+      },
+      [](const model::WeightSpec& spec) { return !is_bias(spec); });
+}
+
+TEST_F(GradientTest, IndexerObjectiveOfTheIndexer) {
+  for (const bool selected : {false, true}) {
+    ForwardOptions options;
+    options.loss_scale = 0;
+    options.balance_coefficient = 0;
+    options.indexer.coefficient = 0.5;
+    options.indexer.queries = 9;
+    options.indexer.selected_only = selected;
+    const auto sources = static_cast<double>(odd_config().index_source_layer_ids.size());
+    check(
+        options,
+        [&](const ForwardReport& report) {
+          return options.indexer.coefficient * sources * report.indexer;
+        },
+        is_indexer);
+  }
+}
+
+TEST_F(GradientTest, IndexerObjectiveMovesNothingElse) {
+  ForwardOptions options;
+  options.loss_scale = 0;
+  options.balance_coefficient = 0;
+  options.indexer.coefficient = 1;
+  parameters_.zero_gradients(nullptr);
+  const ForwardPass<double> run(parameters_, options, batch_);
+  double indexer = 0;
+  for (const Parameter<double>& parameter : parameters_.all()) {
+    for (double g : parameter.grad) {
+      if (is_indexer(parameter.spec)) {
+        indexer += std::fabs(g);
+      } else {
+        ASSERT_EQ(g, 0.0) << parameter.spec.name;
+      }
+    }
+  }
+  EXPECT_GT(indexer, 1e-3);
+}
+
+TEST_F(GradientTest, CrossEntropyLeavesTheIndexerAlone) {
+  ForwardOptions options;
+  options.balance_coefficient = 0;
+  options.indexer.coefficient = 0;
+  parameters_.zero_gradients(nullptr);
+  const ForwardPass<double> run(parameters_, options, batch_);
+  for (const Parameter<double>& parameter : parameters_.all()) {
+    if (is_indexer(parameter.spec)) {
+      for (double g : parameter.grad) {
+        ASSERT_EQ(g, 0.0) << parameter.spec.name;
+      }
+    }
+  }
+}
+
+// Straight-through: with rounded caches the gradient is that of the unrounded function at the
+// rounded values, so it stays finite and close to the gradient without rounding.
+TEST_F(GradientTest, RoundedCachesPassTheGradient) {
+  ForwardOptions options;
+  options.balance_coefficient = 0;
+  const auto gradient = [&] {
+    parameters_.zero_gradients(nullptr);
+    const ForwardPass<double> run(parameters_, options, batch_);
+    return parameters_.named("layers.3.attn.compressor.wkv.weight").grad;
+  };
+  const std::vector<double> exact = gradient();
+  options.quant = {.window = true, .main = true, .index = true};
+  const std::vector<double> rounded = gradient();
+  const auto n = static_cast<int64_t>(exact.size());
+  const double cosine =
+      dot(exact.data(), rounded.data(), n) /
+      std::sqrt(dot(exact.data(), exact.data(), n) * dot(rounded.data(), rounded.data(), n));
+  EXPECT_NE(exact, rounded);
+  EXPECT_GT(cosine, 0.5);
+}
+
+TEST(TrainExec, FloatAgreesWithDouble) {
+  ParameterSet<double> exact(odd_config());
+  ParameterSet<float> single(odd_config());
+  randomize(exact, 5);
+  for (size_t i = 0; i < exact.all().size(); ++i) {
+    std::vector<double>& value = exact.all()[i].value;
+    single.all()[i].value.assign(value.begin(), value.end());
+    value.assign(single.all()[i].value.begin(), single.all()[i].value.end());
+  }
+  const std::vector<int32_t> tokens = random_tokens(23, 19, 3);
+  const std::vector<Sample> samples = {{tokens, {}}};
+  const Batch batch = make_batch(samples);
+  ForwardOptions options;
+  options.loss_scale = 1.0 / static_cast<double>(batch.targets);
+  const ForwardPass<double> a(exact, options, batch);
+  const ForwardPass<float> b(single, options, batch);
+  // Seven layers of sums of up to 40 values: a few hundred roundings of 2^-24.
+  EXPECT_NEAR(a.report().loss_sum, b.report().loss_sum, 1e-4 * a.report().loss_sum);
+  EXPECT_NEAR(a.report().indexer, b.report().indexer, 1e-4);
+  for (size_t i = 0; i < exact.all().size(); ++i) {
+    const Parameter<double>& want = exact.all()[i];
+    const Parameter<float>& got = single.all()[i];
+    double difference = 0, size = 1e-12;
+    for (size_t j = 0; j < want.grad.size(); ++j) {
+      difference += std::pow(want.grad[j] - static_cast<double>(got.grad[j]), 2);
+      size += want.grad[j] * want.grad[j];
+    }
+    EXPECT_LT(std::sqrt(difference / size), 1e-3) << want.spec.name;
+  }
+}
+
+TEST(TrainExec, PackedSamplesDoNotSeeEachOtherAndThreadsChangeNothing) {
+  ParameterSet<float> parameters(odd_config());
+  randomize(parameters, 5);
+  const std::vector<int32_t> a = random_tokens(17, 19, 1), b = random_tokens(12, 19, 2);
+  ForwardOptions options;
+  options.keep_logits = true;
+  options.quant = {.window = true, .main = true, .index = true};
+  options.candidates = true;
+  const std::vector<Sample> both = {{a, {}}, {b, {}}};
+  const Batch packed = make_batch(both);
+  ThreadPool pool(3);
+  parameters.zero_gradients(nullptr);
+  const ForwardPass<float> run(parameters, options, packed, &pool);
+  std::vector<std::vector<float>> gradients;
+  for (const Parameter<float>& parameter : parameters.all()) {
+    gradients.push_back(parameter.grad);
+  }
+  const float* logits = run.exec().logits().value();
+  for (const std::vector<int32_t>& tokens : {a, b}) {
+    const std::vector<Sample> alone = {{tokens, {}}};
+    const Batch batch = make_batch(alone);
+    const ForwardPass<float> single(parameters, options, batch);
+    const int64_t n = batch.rows() * 19;
+    EXPECT_TRUE(std::equal(logits, logits + n, single.exec().logits().value()));
+    logits += n;
+  }
+  parameters.zero_gradients(nullptr);
+  const ForwardPass<float> again(parameters, options, packed);
+  for (size_t i = 0; i < gradients.size(); ++i) {
+    EXPECT_EQ(parameters.all()[i].grad, gradients[i]) << parameters.all()[i].spec.name;
+  }
+}
+
+}  // namespace
+}  // namespace cachalot::train
