@@ -183,6 +183,9 @@ class Run : public std::enable_shared_from_this<Run> {
       delta.tokens.push_back({token, reasoning});
       ++choice.usage.completion_tokens;
       choice.usage.reasoning_tokens += reasoning ? 1 : 0;
+      if (job_->request.ignore_eos && token.id == job_->model->tokenizer->eos_id()) {
+        continue;  // a token like any other, but one without text
+      }
       if (take(parser.push(token.id), delta)) {
         delta.finish = Finish{Finish::Reason::kToolCalls, ""};
         return;

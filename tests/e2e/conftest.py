@@ -3,9 +3,15 @@
 import json
 import os
 import pathlib
+import signal
 import subprocess
 import sys
+import time
+import urllib.error
+import urllib.request
 
+import anthropic
+import openai
 import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -49,6 +55,68 @@ def checkpoint(cachalot, tmp_path_factory):
         return made[key]
 
     return make
+
+
+class Server:
+    """A running `cachalot serve` on a free port."""
+
+    def __init__(self, cachalot, directory, *flags):
+        self.process = subprocess.Popen(
+            [cachalot.path, "serve", "-m", str(directory), "--port", "0", "--threads", "1", *map(str, flags)],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        self.url = self.process.stdout.readline().strip()
+        assert self.url.startswith("http://127.0.0.1:"), self.process.stderr.read()
+        self.port = int(self.url.rsplit(":", 1)[1])
+        deadline = time.monotonic() + 60
+        while self.get("/ready", allow=(200, 503))[0] != 200:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        self.openai = openai.OpenAI(base_url=self.url + "/v1", api_key="key", max_retries=0)
+        self.anthropic = anthropic.Anthropic(base_url=self.url, api_key="key", max_retries=0)
+
+    def request(self, method, path, body=None, headers=None, allow=(200,)):
+        data = None if body is None else body if isinstance(body, bytes) else json.dumps(body).encode()
+        request = urllib.request.Request(self.url + path, data, headers or {}, method=method)
+        try:
+            with urllib.request.urlopen(request, timeout=60) as answer:
+                status, text, out = answer.status, answer.read().decode(), dict(answer.headers)
+        except urllib.error.HTTPError as error:
+            status, text, out = error.code, error.read().decode(), dict(error.headers)
+        assert status in allow, (status, text)
+        return status, text, out
+
+    def get(self, path, allow=(200,)):
+        return self.request("GET", path, allow=allow)
+
+    def post(self, path, body, allow=(200,)):
+        return json.loads(self.request("POST", path, body, allow=allow)[1])
+
+    def metric(self, name):
+        for line in self.get("/metrics")[1].splitlines():
+            if line.startswith(name + " "):
+                return float(line.split()[-1])
+        raise KeyError(name)
+
+    def stop(self, expect=0):
+        self.process.send_signal(signal.SIGTERM)
+        _, errors = self.process.communicate(timeout=60)
+        assert self.process.returncode == expect, errors
+        return errors
+
+
+@pytest.fixture(scope="module")
+def server(cachalot, checkpoint):
+    running = Server(cachalot, checkpoint())
+    yield running
+    running.stop()
+
+
+def wait_until(condition, seconds=20):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 def write_lines(path, documents):

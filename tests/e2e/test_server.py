@@ -4,79 +4,13 @@ packages, and sockets where no client would do such a thing."""
 import json
 import signal
 import socket
-import subprocess
 import threading
-import time
-import urllib.error
-import urllib.request
 
 import anthropic
 import openai
 import pytest
 
-from conftest import read_lines, write_lines
-
-
-class Server:
-    """A running `cachalot serve` on a free port."""
-
-    def __init__(self, cachalot, directory, *flags):
-        self.process = subprocess.Popen(
-            [cachalot.path, "serve", "-m", str(directory), "--port", "0", "--threads", "1", *map(str, flags)],
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )
-        self.url = self.process.stdout.readline().strip()
-        assert self.url.startswith("http://127.0.0.1:"), self.process.stderr.read()
-        self.port = int(self.url.rsplit(":", 1)[1])
-        deadline = time.monotonic() + 60
-        while self.get("/ready", allow=(200, 503))[0] != 200:
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
-        self.openai = openai.OpenAI(base_url=self.url + "/v1", api_key="key", max_retries=0)
-        self.anthropic = anthropic.Anthropic(base_url=self.url, api_key="key", max_retries=0)
-
-    def request(self, method, path, body=None, headers=None, allow=(200,)):
-        data = None if body is None else body if isinstance(body, bytes) else json.dumps(body).encode()
-        request = urllib.request.Request(self.url + path, data, headers or {}, method=method)
-        try:
-            with urllib.request.urlopen(request, timeout=60) as answer:
-                status, text, out = answer.status, answer.read().decode(), dict(answer.headers)
-        except urllib.error.HTTPError as error:
-            status, text, out = error.code, error.read().decode(), dict(error.headers)
-        assert status in allow, (status, text)
-        return status, text, out
-
-    def get(self, path, allow=(200,)):
-        return self.request("GET", path, allow=allow)
-
-    def post(self, path, body, allow=(200,)):
-        return json.loads(self.request("POST", path, body, allow=allow)[1])
-
-    def metric(self, name):
-        for line in self.get("/metrics")[1].splitlines():
-            if line.startswith(name + " "):
-                return float(line.split()[-1])
-        raise KeyError(name)
-
-    def stop(self, expect=0):
-        self.process.send_signal(signal.SIGTERM)
-        _, errors = self.process.communicate(timeout=60)
-        assert self.process.returncode == expect, errors
-        return errors
-
-
-@pytest.fixture(scope="module")
-def server(cachalot, checkpoint):
-    running = Server(cachalot, checkpoint())
-    yield running
-    running.stop()
-
-
-def wait_until(condition, seconds=20):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+from conftest import Server, read_lines, wait_until, write_lines
 
 
 def tokens(count, seed=1):
@@ -338,25 +272,31 @@ def test_keys_limits_and_drain(cachalot, checkpoint):
     server.request("POST", "/v1/completions", b"x" * 3000, key, allow=(413,))
 
     # One runs, one waits, the third is refused with a hint.
-    body = {"prompt": tokens(4), "max_tokens": 1200, "ignore_eos": True}
-    answers = []
-    threads = [
-        threading.Thread(target=lambda: answers.append(server.request("POST", "/v1/completions", body, key)[0]))
-        for _ in range(2)
-    ]
-    for thread, state in zip(threads, ("cachalot_running", "cachalot_waiting")):
-        thread.start()
-        wait_until(lambda: server.metric(state) == 1)
-    _, _, headers = server.request("POST", "/v1/completions", body, key, allow=(429,))
-    assert int(headers["retry-after"]) > 0
+    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer secret\r\nContent-Length: {}\r\n\r\n"
+    body = {"prompt": tokens(4), "max_tokens": 8000, "ignore_eos": True}
+    data = json.dumps(body)
+    with socket.create_connection(("127.0.0.1", server.port)) as first, \
+         socket.create_connection(("127.0.0.1", server.port)) as second:
+        for client, state in ((first, "cachalot_running"), (second, "cachalot_waiting")):
+            client.sendall((head.format(len(data)) + data).encode())
+            wait_until(lambda: server.metric(state) == 1)
+        _, _, headers = server.request("POST", "/v1/completions", body, key, allow=(429,))
+        assert int(headers["retry-after"]) > 0
+    wait_until(lambda: server.metric("cachalot_running") + server.metric("cachalot_waiting") == 0)
 
-    # Those in progress end, new ones are refused.
+    # One in progress ends, new ones are refused.
+    body["max_tokens"] = 1500
+    answers = []
+    thread = threading.Thread(
+        target=lambda: answers.append(server.request("POST", "/v1/completions", body, key)[0])
+    )
+    thread.start()
+    wait_until(lambda: server.metric("cachalot_running") == 1)
     server.process.send_signal(signal.SIGTERM)
     wait_until(lambda: server.get("/ready", allow=(200, 503))[0] == 503)
     server.request("POST", "/v1/completions", body, key, allow=(503,))
-    for thread in threads:
-        thread.join()
-    assert answers == [200, 200]
+    thread.join()
+    assert answers == [200]
     assert server.process.wait(60) == 0
 
 

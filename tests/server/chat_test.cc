@@ -381,6 +381,20 @@ TEST_F(ChatTest, SamplingFieldsReachTheEngine) {
   EXPECT_EQ(p.logit_bias, (std::map<int32_t, float>{{5, 2.0f}, {6, -100.0f}}));
 }
 
+TEST_F(ChatTest, EosCanBeIgnored) {
+  const int32_t eos = *tokenizer().eos_id();
+  engine_->set_script([eos](const auto&) {
+    return std::vector<int32_t>{kFirstByte + 'a', eos, kFirstByte + 'b', eos, kFirstByte + 'c'};
+  });
+  json body = request();
+  body["ignore_eos"] = true;
+  body["max_tokens"] = 4;
+  const json answer = ask(kPath, body);
+  EXPECT_EQ(answer["choices"][0]["message"]["content"], "ab");
+  EXPECT_EQ(answer["choices"][0]["finish_reason"], "length");
+  EXPECT_EQ(answer["usage"]["completion_tokens"], 4);
+}
+
 TEST_F(ChatTest, PrefixCompletion) {
   engine_->say(" dives.");
   json body = request();
