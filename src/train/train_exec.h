@@ -108,9 +108,7 @@ class TrainExec {
   Var engram_inject(Var x, Var kv, const model::EngramWeights& w);
   Var head(const StreamVar& stream, const TensorView& norm, const ops::Weight& weight);
 
-  // Training runs every row through every layer.
-  void enter_decoder(SiteVar&) {}
-
+  void enter_decoder(SiteVar&) {}  // training skips nothing
   void observe_engram(const model::LayerSpec&, Var&) {}
   void observe_attention_input(const model::LayerSpec&, const Var&) {}
   void observe_attention(const model::LayerSpec&, StreamVar&) {}

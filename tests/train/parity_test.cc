@@ -51,20 +51,22 @@ model::ModelConfig narrow(const std::string& preset) {
   return c;
 }
 
-class Parity : public testing::TestWithParam<const char*> {};
-
-TEST_P(Parity, LogitsOfEveryRow) {
-  model::ModelConfig config = narrow(GetParam());
-  config.storage = model::WeightStorage::kF32;
-  const test::TempDirectory directory;
+// Writes the same random model in both storages; InferExec runs the one, TrainExec loads the exact
+// values and, for the official storage, rounds them itself.
+void compare(const std::string& preset, model::WeightStorage storage) {
+  model::ModelConfig config = narrow(preset);
+  config.storage = storage;
+  const test::TempDirectory directory, exact;
   ThreadPool pool(1);
-  ASSERT_TRUE(model::synthesize(config,
-                                directory.path(),
-                                {.seed = 3,
-                                 .tokenizer_json = text::byte_level_tokenizer_json(
-                                     static_cast<int32_t>(config.vocab_size))},
-                                pool)
-                  .ok());
+  const std::string tokenizer =
+      text::byte_level_tokenizer_json(static_cast<int32_t>(config.vocab_size));
+  const auto write = [&](model::ModelConfig c, const test::TempDirectory& to) {
+    return model::synthesize(c, to.path(), {.seed = 3, .tokenizer_json = tokenizer}, pool);
+  };
+  ASSERT_TRUE(write(config, directory).ok());
+  model::ModelConfig exact_config = config;
+  exact_config.storage = model::WeightStorage::kF32;
+  ASSERT_TRUE(write(exact_config, exact).ok());
   const std::vector<int32_t> tokens = random_tokens(37, config.vocab_size, 8);
 
   auto runtime = engine::Runtime::open(
@@ -82,7 +84,7 @@ TEST_P(Parity, LogitsOfEveryRow) {
 
   auto parameters = ParameterSet<double>::create(config, (*runtime)->model().token_class);
   ASSERT_TRUE(parameters.ok()) << parameters.status().message();
-  const auto checkpoint = model::Checkpoint::open(directory.path());
+  const auto checkpoint = model::Checkpoint::open(exact.path());
   ASSERT_TRUE(checkpoint.ok());
   for (Parameter<double>& parameter : (*parameters)->all()) {
     const float* stored = checkpoint->tensor(parameter.spec.name).as<float>();
@@ -91,7 +93,10 @@ TEST_P(Parity, LogitsOfEveryRow) {
   const std::vector<Sample> samples = {{tokens, {}}};
   const Batch batch = make_batch(samples);
   ForwardOptions options;
-  options.quant = {.window = true, .main = true, .index = true};
+  options.quant = storage == model::WeightStorage::kOfficial
+                      ? QuantSwitches::exported()
+                      : QuantSwitches{.window = true, .main = true, .index = true};
+  (*parameters)->apply(options.quant, nullptr);
   options.candidates = true;
   options.gradients = false;
   options.keep_logits = true;
@@ -108,6 +113,16 @@ TEST_P(Parity, LogitsOfEveryRow) {
     worst = std::max(worst, std::fabs(got[i] - static_cast<double>(want[i])));
   }
   EXPECT_LT(worst, 1e-4 * std::sqrt(squares / static_cast<double>(n)));
+}
+
+class Parity : public testing::TestWithParam<const char*> {};
+
+TEST_P(Parity, OfTheExactWeights) {
+  compare(GetParam(), model::WeightStorage::kF32);
+}
+
+TEST_P(Parity, OfTheExportedWeights) {
+  compare(GetParam(), model::WeightStorage::kOfficial);
 }
 
 INSTANTIATE_TEST_SUITE_P(
