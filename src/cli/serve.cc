@@ -26,6 +26,7 @@ struct ServeFlags {
   std::vector<std::string> names;
   std::string prefix_cache = "on";
   int64_t window_ttl = 300;
+  double retention_hours = 72;
   double drain_seconds = 30;
 };
 
@@ -100,6 +101,8 @@ Status serve(ServeFlags flags) {
   CACHALOT_TRY(const std::unique_ptr<engine::Runtime> runtime, open_runtime(flags.run));
   flags.engine.chunk = flags.run.chunk;
   flags.engine.state_ttl = std::chrono::seconds(flags.window_ttl);
+  flags.engine.tiers.redis_ttl = static_cast<double>(flags.window_ttl);
+  flags.engine.tiers.disk_retention = flags.retention_hours * 3600;
   flags.engine.prefix_cache = flags.prefix_cache == "on";
   CACHALOT_TRY(const std::unique_ptr<engine::Engine> engine,
                engine::Engine::start(*runtime, flags.engine));
@@ -168,6 +171,28 @@ void add_serve(CLI::App& app, Action& action) {
   command->add_option("--prefix-cache", flags->prefix_cache, "Reuse what earlier prompts computed")
       ->check(CLI::IsMember({"on", "off"}))
       ->capture_default_str();
+  command
+      ->add_option("--host-pool",
+                   flags->engine.tiers.host_bytes,
+                   "Bytes of main memory for pages behind the pools; 0: none")
+      ->check(CLI::Range(int64_t{0}, int64_t{1} << 50))
+      ->capture_default_str();
+  auto* disk = command->add_option(
+      "--disk", flags->engine.tiers.disk, "Directory that keeps the pages over a restart");
+  command->add_option("--disk-bytes", flags->engine.tiers.disk_bytes, "Its size")
+      ->check(CLI::Range(int64_t{1}, int64_t{1} << 50))
+      ->needs(disk)
+      ->capture_default_str();
+  command
+      ->add_option("--disk-retention",
+                   flags->retention_hours,
+                   "Hours since the last use that a page is kept")
+      ->check(CLI::Range(0.0, 1e6))
+      ->needs(disk)
+      ->capture_default_str();
+  command->add_option("--redis",
+                      flags->engine.tiers.redis,
+                      "redis://HOST[:PORT], a pool that servers share; states live --window-ttl");
   command
       ->add_option(
           "--drain-timeout", flags->drain_seconds, "Seconds for requests in progress after SIGTERM")

@@ -97,6 +97,30 @@ void engine_families(std::vector<MetricFamily>& all, const engine::EngineStats& 
   pages("cachalot_cache_pages_total",
         "Pages there are; 0: bounded by memory alone",
         &engine::PoolStats::total);
+  const auto tiers = [&](const char* name, const char* help, uint64_t kvcache::TierStats::* field) {
+    MetricFamily& out = family(all, name, help, MetricType::Counter);
+    for (const kvcache::TierStats& tier : s.tiers) {
+      ClientMetric metric;
+      metric.label.push_back({"tier", tier.name});
+      metric.counter.value = static_cast<double>(tier.*field);
+      out.metric.push_back(metric);
+    }
+  };
+  if (!s.tiers.empty()) {
+    tiers("cachalot_tier_hits_total", "Objects found", &kvcache::TierStats::hits);
+    tiers("cachalot_tier_misses_total", "Objects not found", &kvcache::TierStats::misses);
+    tiers("cachalot_tier_stored_total", "Objects stored", &kvcache::TierStats::stored);
+    tiers("cachalot_tier_faults_total",
+          "Failed calls and damaged objects",
+          &kvcache::TierStats::faults);
+    MetricFamily& bytes = family(all, "cachalot_tier_bytes", "Bytes of objects", MetricType::Gauge);
+    for (const kvcache::TierStats& tier : s.tiers) {
+      ClientMetric metric;
+      metric.label.push_back({"tier", tier.name});
+      metric.gauge.value = static_cast<double>(tier.bytes);
+      bytes.metric.push_back(metric);
+    }
+  }
   histogram(all, "cachalot_queue_seconds", "Time in the queue", s.queue_seconds);
   histogram(all, "cachalot_first_token_seconds", "Time to the first token", s.first_token_seconds);
   histogram(all, "cachalot_inter_token_seconds", "Time between tokens", s.inter_token_seconds);
@@ -148,6 +172,12 @@ std::string stats_json(const engine::EngineStats* stats, const std::string& stat
     for (const engine::PoolStats& pool : s.pools) {
       w.begin_object().field("name", pool.name).field("in_use", pool.in_use);
       w.field("cached", pool.cached).field("total", pool.total).end_object();
+    }
+    w.end_array().key("tiers").begin_array();
+    for (const kvcache::TierStats& tier : s.tiers) {
+      w.begin_object().field("name", tier.name).field("hits", tier.hits);
+      w.field("misses", tier.misses).field("stored", tier.stored).field("faults", tier.faults);
+      w.field("bytes", tier.bytes).end_object();
     }
     w.end_array();
   }

@@ -300,6 +300,20 @@ def test_keys_limits_and_drain(cachalot, checkpoint):
     assert server.process.wait(60) == 0
 
 
+def test_prefixes_survive_a_restart(cachalot, checkpoint, tmp_path):
+    body = {"prompt": [0, *tokens(100, 4)], "max_tokens": 6, "temperature": 0, "ignore_eos": True,
+            "return_token_ids": True}
+    answers = []
+    for _ in range(2):
+        server = Server(cachalot, checkpoint(), "--disk", tmp_path / "cache")
+        answers.append(server.post("/v1/completions", body))
+        server.stop()
+    cold, warm = answers
+    assert cold["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    assert 0 < warm["usage"]["prompt_tokens_details"]["cached_tokens"] < 101
+    assert warm["choices"][0]["token_ids"] == cold["choices"][0]["token_ids"]
+
+
 def test_wrong_flags(cachalot, checkpoint):
     cachalot("serve", "--port", "banana", status=2)
     cachalot("serve", "-m", checkpoint(), "--host", "nowhere.example", "--port", 0, status=1)
