@@ -308,6 +308,9 @@ Result<RunConfig> parse_run_config(std::string_view text,
   if (c.steps == 0) {
     return invalid("{}: schedule.steps is missing", source);
   }
+  if (c.schedule.peak == 0) {
+    return invalid("{}: schedule.peak is missing", source);
+  }
   if (c.out.empty()) {
     return invalid("{}: run.out is missing", source);
   }

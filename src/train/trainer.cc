@@ -120,6 +120,7 @@ Evaluation evaluate(ParameterSet<float>& parameters,
                     int64_t most,
                     ThreadPool* pool) {
   options.gradients = false;
+  options.indexer.coefficient = 0;
   Evaluation result;
   Tape<float> tape;
   Arena scratch;

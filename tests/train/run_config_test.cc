@@ -44,6 +44,7 @@ TEST(RunConfig, RefusesWhatItDoesNotKnow) {
       {"schedule.pace=1", "schedule.pace"},
       {"schedule.peak=\"fast\"", "schedule.peak"},
       {"schedule.peak=2.0", "schedule.peak"},
+      {"schedule.peak=0.0", "schedule.peak"},
       {"schedule.steps=1.5", "schedule.steps"},
       {"schedule.steps=-1", "schedule.steps"},
       {"schedule.decay=\"slow\"", "schedule.decay"},
