@@ -10,8 +10,6 @@ import time
 import urllib.error
 import urllib.request
 
-import anthropic
-import openai
 import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -72,6 +70,10 @@ class Server:
         while self.get("/ready", allow=(200, 503))[0] != 200:
             assert time.monotonic() < deadline
             time.sleep(0.02)
+        # Only tests of the server need these packages: the others also run on hosts without them.
+        import anthropic
+        import openai
+
         self.openai = openai.OpenAI(base_url=self.url + "/v1", api_key="key", max_retries=0)
         self.anthropic = anthropic.Anthropic(base_url=self.url, api_key="key", max_retries=0)
 
