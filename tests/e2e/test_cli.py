@@ -124,7 +124,7 @@ def test_chat_over_a_pipe(cachalot, checkpoint, tmp_path):
 
 
 def test_unavailable_modes_say_so(cachalot, checkpoint):
-    for flags in (("--backend", "cuda")):
+    for flags in (("--backend", "cuda"),):
         cachalot("run", "-m", checkpoint(), "-p", "x", "-n", 1, *flags, status=1)
         assert flags[1] in cachalot.errors
 
