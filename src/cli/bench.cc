@@ -152,10 +152,10 @@ int64_t expert_bytes(const ops::ExpertView& e) {
   return ops::weight_bytes(e.w1) + ops::weight_bytes(e.w2) + ops::weight_bytes(e.w3);
 }
 
-// Bytes of weights that a step reads once, whatever its rows; routed experts apart.
-int64_t dense_bytes(const model::Model& model) {
-  int64_t bytes = ops::weight_bytes(model.weights.head);
-  for (const model::LayerWeights& l : model.weights.layers) {
+// Bytes of weights that the layers read once, whatever their rows; routed experts apart.
+int64_t dense_bytes(const std::vector<model::LayerWeights>& layers) {
+  int64_t bytes = 0;
+  for (const model::LayerWeights& l : layers) {
     for (const ops::Weight* w : {&l.attn.wq_a,
                                  &l.attn.wq_b,
                                  &l.attn.wkv,
@@ -176,6 +176,18 @@ int64_t dense_bytes(const model::Model& model) {
     }
   }
   return bytes;
+}
+
+// Of a step over the target.
+int64_t dense_bytes(const model::Model& model) {
+  return ops::weight_bytes(model.weights.head) + dense_bytes(model.weights.layers);
+}
+
+// Of a draft block and its sequential part.
+int64_t draft_bytes(const model::Model& model) {
+  const model::DraftWeights& draft = model.weights.draft;
+  return ops::weight_bytes(model.weights.head) + dense_bytes(draft.stages) +
+         model.config.dspark_block_size * ops::weight_bytes(draft.markov_head);
 }
 
 // A repeat takes at least this long.
@@ -362,13 +374,14 @@ Status print_budget(engine::Runtime& runtime,
   return {};
 }
 
-Status time_step(model::StepRunner& runner,
-                 const BenchFlags& flags,
-                 const StepBench& bench,
+// `step` returns a Status or a Result.
+template <class Step>
+Status time_step(const BenchFlags& flags,
                  const Ceiling& ceiling,
+                 const Step& step,
                  Measurement& m) {
   m.backend = flags.run.backend;
-  CACHALOT_RETURN_IF_ERROR(runner.run(bench.sequences));
+  CACHALOT_RETURN_IF_ERROR(step());
   for (int i = 0; i < flags.repeats; ++i) {
     CACHALOT_TRY(const double rate, ceiling());
     m.ceilings.push_back(rate);
@@ -377,7 +390,7 @@ Status time_step(model::StepRunner& runner,
     double seconds = 0;
     int steps = 0;
     while (steps == 0 || seconds < kRepeatSeconds) {
-      CACHALOT_RETURN_IF_ERROR(runner.run(bench.sequences));
+      CACHALOT_RETURN_IF_ERROR(step());
       ++steps;
       seconds = now_seconds() - begin;
     }
@@ -391,6 +404,54 @@ double flop_rate(engine::Runtime& runtime) {
   return runtime.options().backend == ops::Backend::kCuda
              ? 0
              : 2 * ops::cpu::multiply_add_pass(runtime.threads());
+}
+
+// What one round of speculation costs: the drafts, and the target over all of them.
+Status bench_round(engine::Runtime& runtime,
+                   model::StepRunner& runner,
+                   const BenchFlags& flags,
+                   int64_t batch,
+                   int64_t context,
+                   const Ceiling& ceiling) {
+  const model::Model& model = runtime.model();
+  const int64_t block = model.config.dspark_block_size;
+  const auto shape = [&](int64_t rows) {
+    return fmt::format("batch {} context {} rows {}", batch, context, rows);
+  };
+  CACHALOT_TRY(const StepBench anchors, prepare_step(runtime, runner, flags, batch, context, 1));
+  const std::vector<int32_t> previous(anchors.sequences.size(), 5);
+  ExpertCounter draft_experts, experts;
+  CACHALOT_RETURN_IF_ERROR(runner.draft(anchors.sequences, &draft_experts));
+  Measurement draft;
+  draft.name = "draft";
+  draft.shape = shape(block);
+  draft.bytes = static_cast<double>(draft_bytes(model) +
+                                    draft_experts.experts() *
+                                        expert_bytes(model.weights.draft.stages[0].moe.experts[0]));
+  const auto run_draft = [&]() -> Status {
+    CACHALOT_RETURN_IF_ERROR(runner.draft(anchors.sequences));
+    for (int64_t k = 0; k < block; ++k) {
+      CACHALOT_RETURN_IF_ERROR(runner.next_draft(previous));
+    }
+    return {};
+  };
+  CACHALOT_RETURN_IF_ERROR(time_step(flags, ceiling, run_draft, draft));
+  print(draft);
+  CACHALOT_TRY(StepBench rows, prepare_step(runtime, runner, flags, batch, context, block + 1));
+  for (model::StepSequence& sequence : rows.sequences) {
+    sequence.all_logits = true;
+  }
+  CACHALOT_RETURN_IF_ERROR(runner.run(rows.sequences, &experts));
+  Measurement verify;
+  verify.name = "verify";
+  verify.shape = shape(block + 1);
+  verify.bytes =
+      static_cast<double>(dense_bytes(model) +
+                          experts.experts() * expert_bytes(model.weights.layers[0].moe.experts[0]));
+  CACHALOT_RETURN_IF_ERROR(
+      time_step(flags, ceiling, [&] { return runner.run(rows.sequences); }, verify));
+  print(verify);
+  return {};
 }
 
 Status bench_decode(const BenchFlags& flags) {
@@ -410,10 +471,14 @@ Status bench_decode(const BenchFlags& flags) {
       m.bytes = static_cast<double>(dense_bytes(model) +
                                     counter.experts() *
                                         expert_bytes(model.weights.layers[0].moe.experts[0]));
-      CACHALOT_RETURN_IF_ERROR(time_step(*runner, flags, bench, ceiling, m));
+      CACHALOT_RETURN_IF_ERROR(
+          time_step(flags, ceiling, [&] { return runner->run(bench.sequences); }, m));
       print(m);
       const Rates rates{median(m.ceilings), flop_rate(*runtime)};
       CACHALOT_RETURN_IF_ERROR(print_budget(*runtime, *runner, bench, rates, m));
+      if (!model.draft.empty()) {
+        CACHALOT_RETURN_IF_ERROR(bench_round(*runtime, *runner, flags, batch, context, ceiling));
+      }
     }
   }
   return {};
@@ -440,7 +505,8 @@ Status bench_prefill(const BenchFlags& flags) {
         2.0 * static_cast<double>(
                   (model::account(config).parameters.active_decode - head) * flags.tokens + head);
     m.bound_by_bytes = on_device;
-    CACHALOT_RETURN_IF_ERROR(time_step(*runner, flags, bench, ceiling, m));
+    CACHALOT_RETURN_IF_ERROR(
+        time_step(flags, ceiling, [&] { return runner->run(bench.sequences); }, m));
     print(m);
     CACHALOT_TRY(const double bytes, reads());
     CACHALOT_RETURN_IF_ERROR(

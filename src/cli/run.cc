@@ -49,6 +49,11 @@ std::string result_json(const engine::Runtime& runtime,
       .field("prefill_s", result.prefill_seconds)
       .field("decode_s", result.decode_seconds)
       .end_object()
+      .key("speculation")
+      .begin_object()
+      .field("draft_tokens", result.draft_tokens)
+      .field("accepted_tokens", result.accepted_tokens)
+      .end_object()
       .end_object();
   return w.text() + "\n";
 }

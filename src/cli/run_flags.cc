@@ -45,6 +45,11 @@ void RunFlags::add_to(CLI::App& app) {
   app.add_option("--spec", spec, "Speculation: off or dspark")
       ->check(CLI::IsMember({"off", "dspark"}))
       ->capture_default_str();
+  app.add_option("--spec-length",
+                 spec_length,
+                 "Drafts to verify per step; 0: as confidence and measured speed advise")
+      ->check(CLI::Range(int64_t{0}, int64_t{64}))
+      ->capture_default_str();
   app.add_option(
       "--dump", dump_dir, "Write intermediate values of each request into this directory");
   app.add_option("--force", force_dir, "Use router choices and selections of a dump");
@@ -63,9 +68,7 @@ Result<std::unique_ptr<engine::Runtime>> open_runtime(const RunFlags& flags) {
       flags.precision == "f32" ? model::Precision::kF32 : model::Precision::kOfficial;
   options.page_tokens = flags.page_tokens;
   options.max_cached_tokens = flags.max_cached_tokens;
-  if (flags.spec != "off") {
-    return error(Code::kUnimplemented, "--spec {} is not available; use --spec off", flags.spec);
-  }
+  options.draft = flags.spec == "dspark";
   const std::string directory = flags.model.empty() ? default_model() : flags.model;
   if (directory.empty()) {
     return error(Code::kNotFound, "no embedded model is installed; name a checkpoint with -m DIR");

@@ -18,6 +18,7 @@ struct RunFlags {
   std::string precision = "official";
   int64_t chunk = 512;
   std::string spec = "off";
+  int64_t spec_length = 0;
   std::string dump_dir;
   std::string force_dir;
   // Of serve alone.
@@ -25,7 +26,9 @@ struct RunFlags {
   int64_t max_cached_tokens = 0;  // 0: bounded by memory alone
 
   void add_to(CLI::App& app);
-  engine::GeneratorOptions generator_options() const { return {.chunk = chunk}; }
+  engine::GeneratorOptions generator_options() const {
+    return {.chunk = chunk, .speculation = {.length = spec_length}};
+  }
 };
 
 // Opens the model that the flags name; checks every flag.

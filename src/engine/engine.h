@@ -17,6 +17,7 @@
 #include "base/status.h"
 #include "engine/runtime.h"
 #include "engine/sampler.h"
+#include "engine/speculation.h"
 #include "kvcache/tiers.h"
 
 namespace cachalot::engine {
@@ -78,6 +79,8 @@ struct Event {
   double queue_seconds = 0;  // from submit() to the first step
   std::vector<std::optional<TokenOutput>> prompt;
 
+  int64_t draft_tokens = 0;         // drafts that the target judged for this event
+  int64_t accepted_tokens = 0;      // of them, those that it kept
   std::vector<TokenOutput> tokens;  // output tokens since the last event, EOS apart
   std::string text;  // what of their text is certain: whole characters, no stop string
 
@@ -136,6 +139,7 @@ struct EngineOptions {
   // Window states kept for prefixes of earlier requests, beside those of running ones.
   int64_t cached_states = 256;
   std::chrono::seconds state_ttl{300};  // since the last use
+  SpeculationOptions speculation;       // of a runtime with a drafter
   kvcache::TierOptions tiers;           // stores behind the page pools
 };
 

@@ -33,6 +33,8 @@ struct Collector {
       first_token = now_seconds();
       result.prefill_seconds = first_token - added - event.queue_seconds;
     }
+    result.draft_tokens += event.draft_tokens;
+    result.accepted_tokens += event.accepted_tokens;
     for (TokenOutput& token : event.tokens) {
       result.token_ids.push_back(token.id);
       result.logprobs.push_back(token.logprob);
@@ -64,7 +66,8 @@ Result<Scheduler*> Generator::scheduler() {
                  Scheduler::create(runtime_,
                                    {.chunk = options_.chunk,
                                     .max_running = options_.max_running,
-                                    .prefix_cache = options_.prefix_cache}));
+                                    .prefix_cache = options_.prefix_cache,
+                                    .speculation = options_.speculation}));
   }
   return scheduler_.get();
 }

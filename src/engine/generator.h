@@ -38,12 +38,15 @@ struct GenerateResult {
   FinishReason finish = FinishReason::kLength;
   double prefill_seconds = 0;
   double decode_seconds = 0;
+  int64_t draft_tokens = 0;     // drafts that the target judged
+  int64_t accepted_tokens = 0;  // of them, those that it kept
 };
 
 struct GeneratorOptions {
   int64_t chunk = 512;        // prompt tokens per step
   int64_t max_running = 16;   // requests in flight
   bool prefix_cache = false;  // whether a call finds prefixes of earlier ones
+  SpeculationOptions speculation;
 };
 
 class Generator {
@@ -58,13 +61,15 @@ class Generator {
     std::function<void(size_t, int32_t)> on_token;
   };
 
-  // Runs all requests; a result depends on its own request alone. With an observer requests run one
-  // after the other.
+  // Runs all requests; a result depends on its own request alone (sampled ones with a drafter: see
+  // speculation.h). A runtime with a drafter speculates. With an observer requests run one after
+  // the other, and nothing is drafted: rejected rows have no place in a dump.
   Result<std::vector<GenerateResult>> generate(const std::vector<GenerateRequest>& requests,
                                                DumpObserver* observer = nullptr,
                                                const Listener& listener = {});
 
-  // The log-probability of every token given those before it. logprobs[0] and top[0] are empty.
+  // The log-probability of every token given those before it. logprobs[0] and top[0] are empty. A
+  // drafter shows the observer its context, and a block of best drafts behind every chunk.
   struct Score {
     std::vector<std::optional<float>> logprobs;
     std::vector<std::vector<TokenLogprob>> top;

@@ -26,22 +26,28 @@ Output::Output(const EngineRequest& request,
   sampler_.see_prompt(request.prompt);
 }
 
-void Output::next(std::span<const float> logits, Event& event) {
+bool Output::next(std::span<const float> logits, Event& event, const Draft* draft) {
   TokenConstraint* const constraint = request_.constraint.get();
   const bool masked = constraint != nullptr && constraint->fill(allowed_);
-  const std::optional<int32_t> drawn =
-      sampler_.sample(logits, masked ? std::span<const uint32_t>(allowed_) : std::span<uint32_t>());
-  if (!drawn.has_value()) {
-    event.status = error(Code::kFailedPrecondition, "the constraint allows no token");
-    return;
+  const std::span<const uint32_t> allowed =
+      masked ? std::span<const uint32_t>(allowed_) : std::span<const uint32_t>();
+  std::optional<Verdict> verdict;
+  if (draft != nullptr) {
+    verdict = judge(sampler_, logits, allowed, *draft);
+  } else if (const std::optional<int32_t> drawn = sampler_.sample(logits, allowed)) {
+    verdict = Verdict{*drawn, false};
   }
-  const int32_t token = *drawn;
+  if (!verdict.has_value()) {
+    event.status = error(Code::kFailedPrecondition, "the constraint allows no token");
+    return false;
+  }
+  const int32_t token = verdict->token;
   sampler_.accept(token);
   if ((!request_.ignore_eos && token == eos_) ||
       std::find(request_.stop_ids.begin(), request_.stop_ids.end(), token) !=
           request_.stop_ids.end()) {
     end(StopReason::kEos, event);
-    return;
+    return verdict->kept;
   }
   ++count_;
   event.tokens.push_back(request_.logprobs || request_.top_logprobs > 0
@@ -58,6 +64,7 @@ void Output::next(std::span<const float> logits, Event& event) {
   } else if (count_ >= max_tokens_) {
     end(StopReason::kLength, event);
   }
+  return verdict->kept;
 }
 
 void Output::end(StopReason reason, Event& event) {

@@ -23,11 +23,13 @@ class Output {
          int32_t eos);
 
   // Draws the next token from `logits` [V] and adds what follows from it to `event`: the token, the
-  // text that is now certain, the end. An error of the constraint is the event's status.
-  void next(std::span<const float> logits, Event& event);
+  // text that is now certain, the end. An error of the constraint is the event's status. With a
+  // draft for this position, true if that is the token.
+  bool next(std::span<const float> logits, Event& event, const Draft* draft = nullptr);
 
   // The tokens so far, EOS apart.
   int64_t count() const { return count_; }
+  const Sampler& sampler() const { return sampler_; }
 
  private:
   void end(StopReason reason, Event& event);

@@ -49,10 +49,11 @@ Result<kvcache::PrefixKey> make_cache_key(const model::Checkpoint& checkpoint,
     }
     key = key.then(sample);
   }
-  return key.then(fmt::format("{} {} {}",
+  return key.then(fmt::format("{} {} {} {}",
                               ops::backend_name(options.backend),
                               static_cast<int>(options.precision),
-                              static_cast<int>(options.mode)));
+                              static_cast<int>(options.mode),
+                              options.draft));
 }
 
 }  // namespace
@@ -87,12 +88,29 @@ Result<std::unique_ptr<Runtime>> Runtime::open(const std::string& directory,
   }
   CACHALOT_TRY(runtime->cache_key_, make_cache_key(runtime->checkpoint_, classes, options));
   model::ModelWeights weights = runtime->checkpoint_.weights();
+  if (!options.draft) {
+    weights.draft = {};
+  } else if (weights.draft.stages.empty()) {
+    return invalid("'{}/config.json': num_nextn_predict_layers is 0: there is no drafter",
+                   directory);
+  }
   if (memory->device() != Device::kCpu) {
     CACHALOT_TRY(runtime->device_weights_, model::copy_to_device(weights, *memory));
     weights = runtime->device_weights_.weights;
   }
   CACHALOT_TRY(runtime->model_, model::make_model(config, std::move(weights), std::move(classes)));
+  for (const model::LayerSpec& layer : runtime->model_.layers) {
+    // A replay leaves out decoder rows: the taps of other layers would have more of them.
+    const bool apart = !layer.decoder || layer.kv_source == layer.index;
+    if (!runtime->model_.draft.empty() && options.mode != Mode::kExact && layer.tap >= 0 && apart) {
+      return error(Code::kUnimplemented,
+                   "dspark_target_layer_ids has layer {}, which a replay does not reach with the "
+                   "rows of the last layers; use --mode exact",
+                   layer.index);
+    }
+  }
   runtime->layout_ = cache_layout(runtime->model_.config, options.page_tokens);
+  runtime->layout_.draft_stages = static_cast<int64_t>(runtime->model_.draft.size());
   const int64_t max_pages = options.max_cached_tokens > 0
                                 ? (options.max_cached_tokens + runtime->layout_.page_tokens - 1) /
                                       runtime->layout_.page_tokens

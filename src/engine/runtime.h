@@ -31,11 +31,12 @@ struct RuntimeOptions {
   int threads = 0;  // 0: one per processor
   Mode mode = Mode::kExact;
   model::Precision precision = model::Precision::kOfficial;
+  bool draft = false;             // load the drafter and keep its context in every cache
   int64_t page_tokens = 0;        // 0: 128, or 16 for models with a window below 64
   int64_t max_cached_tokens = 0;  // 0: bounded by memory alone
 };
 
-// The caches that a model's requests need.
+// The caches that a model's requests need; without a drafter's.
 kvcache::CacheLayout cache_layout(const model::ModelConfig& config, int64_t page_tokens);
 
 class Runtime {

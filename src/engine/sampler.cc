@@ -10,14 +10,11 @@
 namespace cachalot::engine {
 namespace {
 
-struct Candidate {
-  int32_t id;
-  double value;  // logit, later probability
-};
+using Token = Distribution::Token;
 
 // Best first; ties: the lower id.
-bool better(const Candidate& a, const Candidate& b) {
-  return a.value > b.value || (a.value == b.value && a.id < b.id);
+bool better(const Token& a, const Token& b) {
+  return a.weight > b.weight || (a.weight == b.weight && a.id < b.id);
 }
 
 }  // namespace
@@ -100,9 +97,44 @@ void Sampler::accept(int32_t token) {
   ++position_;
 }
 
+double Distribution::of(int32_t id) const {
+  for (const Token& token : tokens) {
+    if (token.id == id) {
+      return token.weight / total;
+    }
+  }
+  return 0;
+}
+
+int32_t Distribution::pick(double u) const {
+  double left = u * total;
+  for (const Token& token : tokens) {
+    left -= token.weight;
+    if (left < 0) {
+      return token.id;
+    }
+  }
+  return tokens.back().id;
+}
+
+double Sampler::uniform(Draw draw, uint64_t index) const {
+  return Philox(params_.seed, static_cast<uint64_t>(draw)).uniform(position_ | index << 44);
+}
+
 std::optional<int32_t> Sampler::sample(std::span<const float> logits,
                                        std::span<const uint32_t> allowed) const {
-  std::vector<Candidate> candidates(logits.size());
+  const Distribution tokens = distribution(logits, allowed);
+  if (tokens.empty()) {
+    return std::nullopt;
+  }
+  return tokens.pick(uniform(Draw::kToken));
+}
+
+Distribution Sampler::distribution(std::span<const float> logits,
+                                   std::span<const uint32_t> allowed,
+                                   int64_t most) const {
+  // Logits first, weights later.
+  std::vector<Token> candidates(logits.size());
   for (size_t i = 0; i < logits.size(); ++i) {
     candidates[i] = {static_cast<int32_t>(i), logits[i]};
   }
@@ -113,82 +145,71 @@ std::optional<int32_t> Sampler::sample(std::span<const float> logits,
         if (counts == &output_count_ && prompt_count_.contains(id)) {
           continue;
         }
-        double& value = candidates[static_cast<size_t>(id)].value;
+        double& value = candidates[static_cast<size_t>(id)].weight;
         value = value > 0 ? value / params_.repetition_penalty : value * params_.repetition_penalty;
       }
     }
   }
   for (const auto& [id, count] : output_count_) {
-    candidates[static_cast<size_t>(id)].value -=
+    candidates[static_cast<size_t>(id)].weight -=
         params_.frequency_penalty * static_cast<double>(count) + params_.presence_penalty;
   }
   for (const auto& [id, bias] : params_.logit_bias) {
-    candidates[static_cast<size_t>(id)].value += bias;
+    candidates[static_cast<size_t>(id)].weight += bias;
   }
   if (!allowed.empty()) {
-    std::erase_if(candidates, [&](const Candidate& c) {
+    std::erase_if(candidates, [&](const Token& c) {
       const auto word = static_cast<size_t>(c.id) / 32;
       return word >= allowed.size() || (allowed[word] >> (c.id % 32) & 1) == 0;
     });
     if (candidates.empty()) {
-      return std::nullopt;
+      return {};
     }
   }
   if (params_.temperature == 0.0f) {
-    return std::min_element(candidates.begin(), candidates.end(), better)->id;
+    return {{{std::min_element(candidates.begin(), candidates.end(), better)->id, 1.0}}, 1.0};
   }
-  if (params_.top_k > 0 && params_.top_k < static_cast<int64_t>(candidates.size())) {
-    std::nth_element(
-        candidates.begin(), candidates.begin() + params_.top_k, candidates.end(), better);
-    candidates.resize(static_cast<size_t>(params_.top_k));
+  for (const int64_t limit : {params_.top_k, most}) {
+    if (limit > 0 && limit < static_cast<int64_t>(candidates.size())) {
+      std::nth_element(candidates.begin(), candidates.begin() + limit, candidates.end(), better);
+      candidates.resize(static_cast<size_t>(limit));
+    }
   }
-  double best = candidates[0].value;
-  for (const Candidate& c : candidates) {
-    best = std::max(best, c.value);
+  double best = candidates[0].weight;
+  for (const Token& c : candidates) {
+    best = std::max(best, c.weight);
   }
   double sum = 0;
-  for (Candidate& c : candidates) {
-    c.value = std::exp((c.value - best) / params_.temperature);
-    sum += c.value;
+  for (Token& c : candidates) {
+    c.weight = std::exp((c.weight - best) / params_.temperature);
+    sum += c.weight;
   }
   if (params_.min_p > 0) {
     // Relative to the best, whose value is 1.
-    std::erase_if(candidates, [&](const Candidate& c) { return c.value < params_.min_p; });
+    std::erase_if(candidates, [&](const Token& c) { return c.weight < params_.min_p; });
   }
-  double total = 0;
-  for (const Candidate& c : candidates) {
-    total += c.value;
-  }
-  // The best come first only as far as somebody looks: of a large vocabulary that is seldom more
-  // than a few hundred.
-  size_t sorted = 0;
-  const auto ranked = [&](size_t rank) -> const Candidate& {
-    if (rank >= sorted) {
-      const auto from = candidates.begin() + static_cast<std::ptrdiff_t>(sorted);
-      sorted = std::min(candidates.size(), std::max<size_t>(256, 4 * sorted));
-      std::partial_sort(
-          from, candidates.begin() + static_cast<std::ptrdiff_t>(sorted), candidates.end(), better);
-    }
-    return candidates[rank];
-  };
-  size_t keep = candidates.size();
   if (params_.top_p < 1) {
+    // Ranked only as far as the mass needs: of a large vocabulary that is seldom more than a few
+    // hundred tokens.
+    size_t ranked = 0, keep = 0;
     double mass = 0;
-    size_t n = 0;
-    while (n < candidates.size() && mass < params_.top_p * sum) {
-      mass += ranked(n++).value;
+    while (keep < candidates.size() && mass < params_.top_p * sum) {
+      if (keep == ranked) {
+        ranked = std::min(candidates.size(), std::max<size_t>(256, 4 * ranked));
+        std::partial_sort(candidates.begin() + static_cast<std::ptrdiff_t>(keep),
+                          candidates.begin() + static_cast<std::ptrdiff_t>(ranked),
+                          candidates.end(),
+                          better);
+      }
+      mass += candidates[keep++].weight;
     }
-    keep = std::max<size_t>(n, 1);
-    total = mass;
+    candidates.resize(std::max<size_t>(keep, 1));
   }
-  double draw = Philox(params_.seed).uniform(position_) * total;
-  for (size_t rank = 0; rank < keep; ++rank) {
-    draw -= ranked(rank).value;
-    if (draw < 0) {
-      return ranked(rank).id;
-    }
+  Distribution result{.tokens = std::move(candidates)};
+  for (const Token& c : result.tokens) {
+    result.total += c.weight;
   }
-  return ranked(keep - 1).id;
+  return result;
 }
 
 }  // namespace cachalot::engine

@@ -34,6 +34,29 @@ std::vector<float> log_softmax(std::span<const float> logits);
 // The `count` best (id, log-probability), best first; ties: the lower id.
 std::vector<std::pair<int32_t, float>> top_logprobs(std::span<const float> logprobs, int64_t count);
 
+// Tokens with their weights, in an order that follows from the logits; weight / total is the
+// probability.
+struct Distribution {
+  struct Token {
+    int32_t id;
+    double weight;
+  };
+  std::vector<Token> tokens;
+  double total = 0;
+
+  bool empty() const { return tokens.empty(); }  // no id is allowed
+  double of(int32_t id) const;                   // probability; 0 for ids that it does not have
+  int32_t pick(double u) const;                  // by u in [0, 1)
+};
+
+// Independent random numbers of one output position.
+enum class Draw : uint8_t {
+  kToken,    // the token itself
+  kDraft,    // drafts behind this position
+  kAccept,   // whether the draft for it is kept
+  kReplace,  // what replaces it
+};
+
 // Draws tokens for one request. The draw for output position i depends on the seed, i and the
 // logits alone: not on other requests, and not on how often sample() ran before.
 class Sampler {
@@ -50,6 +73,13 @@ class Sampler {
   std::optional<int32_t> sample(std::span<const float> logits,
                                 std::span<const uint32_t> allowed = {}) const;
   void accept(int32_t token);
+
+  // What sample() draws from; with `most` > 0 of the best `most` tokens only.
+  Distribution distribution(std::span<const float> logits,
+                            std::span<const uint32_t> allowed = {},
+                            int64_t most = 0) const;
+  // Of the next output position, uniform in [0, 1); `index` below 2^20 tells several draws apart.
+  double uniform(Draw draw, uint64_t index = 0) const;
 
  private:
   SamplingParams params_;

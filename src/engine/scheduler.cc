@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <bit>
 #include <limits>
+#include <utility>
 
 #include "base/check.h"
 #include "base/clock.h"
@@ -43,6 +44,29 @@ void record(Histogram& histogram, double seconds) {
 
 std::span<const float> logits_row(const TensorView& logits, int64_t row) {
   return {logits.as<float>() + row * logits.dim(1), static_cast<size_t>(logits.dim(1))};
+}
+
+// Shows a draft block behind `anchor` and the best tokens of its positions.
+Status visit_drafts(model::StepRunner& runner,
+                    const model::StepSequence& anchor,
+                    int64_t block,
+                    model::Observer& observer) {
+  CACHALOT_RETURN_IF_ERROR(runner.draft({&anchor, 1}, &observer));
+  const auto first = static_cast<int32_t>(anchor.view->length);
+  const model::ObservedRows where{.row_begin = {}, .start = {&first, 1}};
+  int32_t previous = anchor.tokens[0];
+  std::vector<int32_t> best;
+  std::vector<float> confidence;
+  for (int64_t k = 0; k < block; ++k) {
+    CACHALOT_TRY(const model::DraftLogits next, runner.next_draft({&previous, 1}));
+    observer.visit("mtp.logits", next.logits, where);
+    confidence.push_back(next.confidence.as<float>()[0]);
+    previous = top_logprobs(logits_row(next.logits, 0), 1)[0].first;
+    best.push_back(previous);
+  }
+  observer.visit("mtp.confidence", {confidence.data(), DType::kF32, {1, block}}, where);
+  observer.visit("mtp.tokens", {best.data(), DType::kI32, {1, block}}, where);
+  return {};
 }
 
 std::span<const int32_t> page_of(std::span<const int32_t> tokens,
@@ -97,8 +121,11 @@ struct Scheduler::Sequence {
   // The longest prefix in the index, where others will want to go on.
   int64_t shared_prefix = 0;
 
-  int64_t rows = 0;  // of the next step
-  int64_t stop = 0;  // where its chunk must end at the latest
+  Proposal drafts;                 // of the next step, behind the newest token
+  std::vector<int32_t> draft_row;  // that token and its drafts, the rows of that step
+  Event drafted;                   // what they gave
+  int64_t rows = 0;                // of the next step
+  int64_t stop = 0;                // where its chunk must end at the latest
   bool started = false;
   bool first_sent = false;
   bool ended = false;
@@ -143,6 +170,12 @@ Result<std::unique_ptr<Scheduler>> Scheduler::create(Runtime& runtime,
   resolved.max_context = options.max_context == 0 ? context : options.max_context;
   std::unique_ptr<Scheduler> scheduler(new Scheduler(runtime, resolved));
   CACHALOT_TRY(scheduler->runner_, runtime.make_runner());
+  if (!runtime.model().draft.empty()) {
+    scheduler->speculator_ =
+        std::make_unique<Speculator>(runtime.model().config, options.speculation);
+    CACHALOT_TRY(const std::unique_ptr<kvcache::SequenceCache> cache, runtime.make_cache());
+    CACHALOT_RETURN_IF_ERROR(scheduler->speculator_->calibrate(*scheduler->runner_, *cache));
+  }
   if (options.tiers.any() && options.prefix_cache) {
     CACHALOT_TRY(scheduler->tiers_, kvcache::Tiers::open(runtime.layout(), options.tiers));
   }
@@ -502,8 +535,40 @@ Status Scheduler::reserve(Sequence& sequence, int64_t positions) {
   }
 }
 
+Status Scheduler::propose() {
+  std::vector<Speculator::Member> members;
+  std::vector<Sequence*> decoding;
+  for (const auto& [rank, sequence] : running_) {
+    if (sequence->decodes()) {
+      members.push_back({.view = &sequence->cache->view(),
+                         .anchor = sequence->tokens.back(),
+                         .sampler = &sequence->output.sampler(),
+                         // Admission has promised room for no more.
+                         .most = sequence->most_positions() - sequence->length() - 1,
+                         .replay = sequence->replay});
+      decoding.push_back(sequence.get());
+    }
+  }
+  if (members.empty()) {
+    return {};
+  }
+  CACHALOT_TRY(std::vector<Proposal> proposals, speculator_->propose(*runner_, members));
+  for (size_t i = 0; i < decoding.size(); ++i) {
+    Sequence& sequence = *decoding[i];
+    sequence.drafts = std::move(proposals[i]);
+    sequence.draft_row.assign(1, sequence.tokens.back());
+    for (const Draft& draft : sequence.drafts) {
+      sequence.draft_row.push_back(draft.token);
+    }
+    sequence.rows = static_cast<int64_t>(sequence.draft_row.size());
+  }
+  return {};
+}
+
 void Scheduler::run(model::Observer* observer) {
   share_chunk();
+  // Rejected rows have no place in what an observer sees: nothing is drafted for one.
+  Status outcome = speculator_ == nullptr || observer != nullptr ? Status() : propose();
   std::vector<Sequence*> members;
   std::vector<model::StepSequence> batch;
   for (const auto& [rank, sequence] : running_) {
@@ -516,20 +581,24 @@ void Scheduler::run(model::Observer* observer) {
       continue;
     }
     const std::span<const int32_t> tokens(sequence->tokens);
+    const bool drafted = !sequence->drafts.empty();
     const bool scored = observer != nullptr || (sequence->request.prompt_logprobs &&
                                                 sequence->length() < sequence->prompt);
     batch.push_back({.view = &sequence->cache->view(),
-                     .tokens = tokens.subspan(static_cast<size_t>(sequence->length()),
-                                              static_cast<size_t>(sequence->rows)),
-                     .all_logits = scored,
+                     .tokens = drafted ? std::span<const int32_t>(sequence->draft_row)
+                                       : tokens.subspan(static_cast<size_t>(sequence->length()),
+                                                        static_cast<size_t>(sequence->rows)),
+                     .all_logits = scored || drafted,
                      .no_logits = !scored && end < static_cast<int64_t>(tokens.size()),
                      .replay = sequence->replay});
     members.push_back(sequence.get());
   }
-  const Status status = members.empty() ? Status() : run_batch(members, batch, observer);
-  if (!status.ok()) {
+  if (outcome.ok() && !members.empty()) {
+    outcome = run_batch(members, batch, observer);
+  }
+  if (!outcome.ok()) {
     for (Sequence* sequence : members) {
-      finish(*sequence, {.status = status});
+      finish(*sequence, {.status = outcome});
     }
   }
   std::erase_if(running_, [](const auto& entry) { return entry.second->ended; });
@@ -538,7 +607,9 @@ void Scheduler::run(model::Observer* observer) {
 Status Scheduler::run_batch(std::span<Sequence* const> members,
                             std::span<const model::StepSequence> batch,
                             model::Observer* observer) {
+  const double begin = now_seconds();
   CACHALOT_TRY(const TensorView logits, runner_->run(batch, observer));
+  const double seconds = now_seconds() - begin;
   if (observer != nullptr) {
     CACHALOT_CHECK(members.size() == 1, members.size());
     const auto start =
@@ -546,23 +617,73 @@ Status Scheduler::run_batch(std::span<Sequence* const> members,
     observer->visit("logits", logits, {.row_begin = {}, .start = {&start, 1}});
   }
   std::vector<int32_t> accepted;
+  std::vector<int64_t> first_row, logit_rows;  // of each member's logits
+  int64_t row = 0, decoding = 0, decode_rows = 0, decoded = 0;
   stats_.last_batch_rows = 0;
-  for (const Sequence* sequence : members) {
-    accepted.push_back(static_cast<int32_t>(sequence->rows));
-    stats_.last_batch_rows += sequence->rows;
-  }
-  CACHALOT_RETURN_IF_ERROR(runner_->commit(accepted));
-  int64_t row = 0;
   for (size_t i = 0; i < members.size(); ++i) {
     Sequence& sequence = *members[i];
-    const int64_t decoder_rows =
-        std::clamp<int64_t>(sequence.length() - sequence.replay.decoder_from, 0, sequence.rows);
-    const int64_t rows = batch[i].no_logits ? 0 : batch[i].all_logits ? decoder_rows : 1;
-    keep(sequence);
-    deliver(sequence, logits, row, rows);
-    row += rows;
+    const int64_t decoder_rows = std::clamp<int64_t>(
+        sequence.length() + sequence.rows - sequence.replay.decoder_from, 0, sequence.rows);
+    first_row.push_back(row);
+    logit_rows.push_back(batch[i].no_logits ? 0 : batch[i].all_logits ? decoder_rows : 1);
+    row += logit_rows.back();
+    stats_.last_batch_rows += sequence.rows;
+    const bool decodes = sequence.decodes();
+    accepted.push_back(sequence.drafts.empty() ? static_cast<int32_t>(sequence.rows)
+                                               : judge_drafts(sequence, logits, first_row.back()));
+    if (decodes) {
+      ++decoding;
+      decode_rows += sequence.rows;
+      decoded += accepted.back();
+    }
+  }
+  if (speculator_ != nullptr && observer == nullptr && decoding > 0) {
+    if (decode_rows == stats_.last_batch_rows) {
+      speculator_->policy().record_step(decode_rows, seconds);
+    }
+    if (speculator_->drafted()) {
+      speculator_->policy().record_outcome(decoding, decode_rows, decoded);
+    }
+  }
+  CACHALOT_RETURN_IF_ERROR(runner_->commit(accepted));
+  for (size_t i = 0; i < members.size(); ++i) {
+    keep(*members[i]);
+    deliver(*members[i], logits, first_row[i], logit_rows[i]);
+  }
+  if (observer != nullptr && speculator_ != nullptr && members[0]->left() > 0) {
+    const Sequence& sequence = *members[0];
+    const int32_t& next = sequence.tokens[static_cast<size_t>(sequence.length())];
+    return visit_drafts(
+        *runner_,
+        {.view = &sequence.cache->view(), .tokens = {&next, 1}, .replay = sequence.replay},
+        runtime_.model().config.dspark_block_size,
+        *observer);
   }
   return {};
+}
+
+int32_t Scheduler::judge_drafts(Sequence& sequence, const TensorView& logits, int64_t first_row) {
+  const Proposal drafts = std::exchange(sequence.drafts, {});
+  Event& event = sequence.drafted;
+  event = {.draft_tokens = static_cast<int64_t>(drafts.size())};
+  size_t kept = 0;
+  for (;;) {
+    const bool held =
+        sequence.output.next(logits_row(logits, first_row + static_cast<int64_t>(kept)),
+                             event,
+                             kept < drafts.size() ? &drafts[kept] : nullptr);
+    event.accepted_tokens += held ? 1 : 0;
+    if (!held || event.done || !event.status.ok()) {
+      break;
+    }
+    ++kept;
+  }
+  stats_.draft_tokens += static_cast<uint64_t>(event.draft_tokens);
+  stats_.accepted_tokens += static_cast<uint64_t>(event.accepted_tokens);
+  for (const TokenOutput& token : event.tokens) {
+    sequence.tokens.push_back(token.id);
+  }
+  return static_cast<int32_t>(1 + kept);
 }
 
 void Scheduler::deliver(Sequence& sequence,
@@ -580,7 +701,8 @@ void Scheduler::deliver(Sequence& sequence,
                                                sequence.request.top_logprobs);
     }
   }
-  if (sequence.left() > 0) {
+  const bool drafted = sequence.drafted.draft_tokens > 0;
+  if (!drafted && sequence.left() > 0) {
     return;
   }
   const double now = now_seconds();
@@ -592,16 +714,18 @@ void Scheduler::deliver(Sequence& sequence,
     record(stats_.inter_token_seconds, now - sequence.last_token);
   }
   sequence.last_token = now;
-  Event event;
-  if (sequence.max_tokens == 0) {
-    event.done = true;
-  } else {
-    sequence.output.next(logits_row(logits, first_row + rows - 1), event);
+  Event event = std::exchange(sequence.drafted, {});
+  if (!drafted) {
+    if (sequence.max_tokens == 0) {
+      event.done = true;
+    } else {
+      sequence.output.next(logits_row(logits, first_row + rows - 1), event);
+    }
+    for (const TokenOutput& token : event.tokens) {
+      sequence.tokens.push_back(token.id);
+    }
   }
   stats_.generated_tokens += event.tokens.size();
-  for (const TokenOutput& token : event.tokens) {
-    sequence.tokens.push_back(token.id);
-  }
   if (event.done || !event.status.ok()) {
     if (event.done && sequence.output.count() > 0) {
       keep_state(sequence);

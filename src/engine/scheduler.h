@@ -106,9 +106,14 @@ class Scheduler {
   // The next position at which a chunk of the sequence must end: where its window state is kept, or
   // its last token.
   int64_t next_stop(const Sequence& sequence) const;
+  // Gives every sequence that decodes its drafts.
+  Status propose();
   Status run_batch(std::span<Sequence* const> members,
                    std::span<const model::StepSequence> batch,
                    model::Observer* observer);
+  // The next tokens of a sequence with drafts, from the logits of its rows. Returns how many of the
+  // rows hold: that of its newest token and those of the drafts that were kept.
+  int32_t judge_drafts(Sequence& sequence, const TensorView& logits, int64_t first_row);
   // Hands out what rows [first_row, first_row + rows) of the logits say, those of the sequence's
   // last rows.
   void deliver(Sequence& sequence, const TensorView& logits, int64_t first_row, int64_t rows);
@@ -123,7 +128,8 @@ class Scheduler {
   std::unique_ptr<model::StepRunner> runner_;
   kvcache::PrefixIndex prefixes_;
   ReplayPolicy replay_;
-  std::unique_ptr<kvcache::Tiers> tiers_;  // null: none
+  std::unique_ptr<Speculator> speculator_;  // null: no drafter
+  std::unique_ptr<kvcache::Tiers> tiers_;   // null: none
   std::map<Rank, SequencePtr> waiting_;
   std::map<Rank, SequencePtr> running_;
   uint64_t arrivals_ = 0;

@@ -9,8 +9,9 @@ namespace cachalot::kvcache {
 // Bytes and rows of every cache kind of one model, filled in from its config by whoever binds the
 // two.
 struct CacheLayout {
-  int64_t layers = 0;  // backbone layers, each with a window ring
-  int64_t window = 0;  // slots of a ring
+  int64_t layers = 0;        // backbone layers, each with a window ring
+  int64_t draft_stages = 0;  // of the drafter, each with a ring; 0: nothing is drafted
+  int64_t window = 0;        // slots of a ring
   int64_t window_row_bytes = 0;
   int64_t main_row_bytes = 0;
   int64_t index_row_bytes = 0;
@@ -25,10 +26,11 @@ struct CacheLayout {
   int64_t page_bytes() const;
   // Global cache bytes per position: 890 for the released model.
   double bytes_per_token() const;
+  int64_t rings() const { return layers + draft_stages; }
   // Window rings of one request.
-  int64_t window_bytes() const { return layers * window * window_row_bytes; }
-  // A window state: the rings of all layers, then the open group of every source; both parts end at
-  // multiples of 64 bytes.
+  int64_t window_bytes() const { return rings() * window * window_row_bytes; }
+  // A window state: all rings, then the open group of every source; both parts end at multiples of
+  // 64 bytes.
   int64_t open_groups_offset() const { return (window_bytes() + 63) / 64 * 64; }
   int64_t open_group_bytes() const { return 2 * compressed_dim * 4; }
   int64_t state_bytes() const {

@@ -30,6 +30,7 @@ struct Header {
 // Hash of everything that gives the bytes of a page their meaning.
 uint64_t layout_hash(const CacheLayout& layout) {
   std::vector<int64_t> numbers = {layout.layers,
+                                  layout.draft_stages,
                                   layout.window,
                                   layout.window_row_bytes,
                                   layout.main_row_bytes,

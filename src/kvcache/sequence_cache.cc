@@ -26,6 +26,7 @@ struct RecordHeader {
 
 uint64_t layout_hash(const CacheLayout& layout) {
   std::vector<int64_t> numbers = {layout.layers,
+                                  layout.draft_stages,
                                   layout.window,
                                   layout.window_row_bytes,
                                   layout.main_row_bytes,
@@ -58,8 +59,8 @@ Result<std::unique_ptr<SequenceCache>> SequenceCache::create(const CacheLayout& 
   cache->view_.sources.resize(sources);
   CACHALOT_TRY(cache->state_, states.take());
   uint8_t* const state = cache->state_.data();
-  for (int64_t layer = 0; layer < layout.layers; ++layer) {
-    cache->view_.rings.push_back(state + layer * layout.window * layout.window_row_bytes);
+  for (int64_t ring = 0; ring < layout.rings(); ++ring) {
+    cache->view_.rings.push_back(state + ring * layout.window * layout.window_row_bytes);
   }
   uint8_t* const groups = state + layout.open_groups_offset();
   for (size_t source = 0; source < sources; ++source) {

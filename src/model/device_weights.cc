@@ -33,10 +33,7 @@ std::vector<TensorView*> all_views(ModelWeights& weights) {
       matrix(e.w2);
     }
   };
-  matrix(weights.embed);
-  matrix(weights.head);
-  plain(weights.norm);
-  for (LayerWeights& l : weights.layers) {
+  const auto layer = [&](LayerWeights& l) {
     plain(l.attn_norm);
     plain(l.ffn_norm);
     hc(l.hc_attn);
@@ -69,6 +66,23 @@ std::vector<TensorView*> all_views(ModelWeights& weights) {
     }
     experts(l.moe.experts);
     experts(l.moe.shared);
+  };
+  DraftWeights& draft = weights.draft;
+  for (ops::Weight* w : {&weights.embed,
+                         &weights.head,
+                         &draft.main_proj,
+                         &draft.markov_embed,
+                         &draft.markov_head,
+                         &draft.confidence}) {
+    matrix(*w);
+  }
+  for (TensorView* view : {&weights.norm, &draft.main_norm, &draft.norm}) {
+    plain(*view);
+  }
+  for (std::vector<LayerWeights>* list : {&weights.layers, &draft.stages}) {
+    for (LayerWeights& l : *list) {
+      layer(l);
+    }
   }
   return views;
 }

@@ -94,12 +94,40 @@ typename E::Var moe(E& e, const LayerSpec& layer, const MoeWeights& w, typename 
   return e.experts(u, experts, weights, w);
 }
 
-// Token ids -> logits of the rows that the step asks for, [N, V].
+// Attention and experts of one layer, of the backbone or of the drafter.
 template <class E>
-typename E::Var forward(E& e, const Model& model) {
+void block(E& e,
+           const LayerSpec& layer,
+           const LayerWeights& w,
+           Stream<typename E::Var>& stream,
+           Published<typename E::Var>& published) {
   using Var = typename E::Var;
-  Published<Var> published;
-  Stream<Var> stream{.x = e.embed(model.weights.embed), .pending = {}, .pre = e.first_pre()};
+  Site<Var> a = e.hc_site(stream, w.hc_attn, w.attn_norm);
+  e.observe_attention_input(layer, a.u);
+  if (layer.mode == LayerMode::kFull) {
+    compress(e, layer, w.attn, a.u);
+    if (layer.decoder) {
+      e.enter_decoder(a);  // a replay goes on with fewer rows
+    }
+  }
+  const Var y = attention(e, layer, w.attn, a.u, published);
+  stream = {a.x, {y, a.post, a.comb}, a.pre};
+  e.observe_attention(layer, stream);
+
+  const Site<Var> f = e.hc_site(stream, w.hc_ffn, w.ffn_norm);
+  e.observe_ffn_input(layer, f.u);
+  const Var z = moe(e, layer, w.moe, f.u);
+  stream = {f.x, {z, f.post, f.comb}, f.pre};
+  e.observe_ffn(layer, stream);
+}
+
+// Tokens through all layers. `before` is called with each layer and the streams that its attention
+// is about to read.
+template <class E, class Before>
+Stream<typename E::Var> backbone(E& e, const Model& model, const Before& before) {
+  Published<typename E::Var> published;
+  Stream<typename E::Var> stream{
+      .x = e.embed(model.weights.embed), .pending = {}, .pre = e.first_pre()};
   for (const LayerSpec& layer : model.layers) {
     const LayerWeights& w = model.weights.layers[static_cast<size_t>(layer.index)];
     if (layer.engram >= 0) {
@@ -107,25 +135,65 @@ typename E::Var forward(E& e, const Model& model) {
       stream.x = engram(e, layer, w.engram, stream.x);
       e.observe_engram(layer, stream.x);
     }
-    Site<Var> a = e.hc_site(stream, w.hc_attn, w.attn_norm);
-    e.observe_attention_input(layer, a.u);
-    if (layer.mode == LayerMode::kFull) {
-      compress(e, layer, w.attn, a.u);
-      if (layer.decoder) {
-        e.enter_decoder(a);  // a replay goes on with fewer rows
-      }
-    }
-    const Var y = attention(e, layer, w.attn, a.u, published);
-    stream = {a.x, {y, a.post, a.comb}, a.pre};
-    e.observe_attention(layer, stream);
-
-    const Site<Var> f = e.hc_site(stream, w.hc_ffn, w.ffn_norm);
-    e.observe_ffn_input(layer, f.u);
-    const Var z = moe(e, layer, w.moe, f.u);
-    stream = {f.x, {z, f.post, f.comb}, f.pre};
-    e.observe_ffn(layer, stream);
+    before(layer, stream);
+    block(e, layer, w, stream, published);
   }
+  return stream;
+}
+
+// Token ids -> logits of the rows that the step asks for, [N, V].
+template <class E>
+typename E::Var forward(E& e, const Model& model) {
+  const auto stream = backbone(e, model, [](const LayerSpec&, const auto&) {});
   return e.head(stream, model.weights.norm, model.weights.head);
+}
+
+// What the drafter reads of the target, from the taps [T, taps D]: a window row per stage.
+template <class E>
+void draft_context(E& e, const Model& model, typename E::Var taps) {
+  const DraftWeights& w = model.weights.draft;
+  const auto features = e.rms_norm(e.linear(taps, w.main_proj), w.main_norm);  // [T, D]
+  e.observe_draft_context(taps, features);
+  for (const LayerSpec& stage : model.draft) {
+    const AttentionWeights& attn = w.stages[static_cast<size_t>(stage.stage)].attn;
+    e.context_finish(stage, e.linear(features, attn.wkv), attn.kv_norm);
+  }
+}
+
+// forward() that also extends the drafter's context. A tap is the mean of the streams.
+template <class E>
+typename E::Var forward_with_context(E& e, const Model& model) {
+  typename E::Var taps;  // [T, taps D]
+  const auto stream = backbone(e, model, [&](const LayerSpec& layer, const auto& before) {
+    if (layer.tap >= 0) {
+      taps = e.tap(taps, layer, before);
+    }
+  });
+  draft_context(e, model, taps);
+  return e.head(stream, model.weights.norm, model.weights.head);
+}
+
+// A draft block's rows before its sequential part (ops::draft_head).
+template <class Var>
+struct Draft {
+  Var hidden;  // [T, D] collapsed, not normalized
+  Var base;    // [T, V] logits
+};
+
+// Anchors and noise tokens through the draft stages.
+template <class E>
+Draft<typename E::Var> draft(E& e, const Model& model) {
+  const DraftWeights& w = model.weights.draft;
+  Published<typename E::Var> published;
+  Stream<typename E::Var> stream{
+      .x = e.embed(model.weights.embed), .pending = {}, .pre = e.first_pre()};
+  for (const LayerSpec& stage : model.draft) {
+    block(e, stage, w.stages[static_cast<size_t>(stage.stage)], stream, published);
+  }
+  const Draft<typename E::Var> result{.hidden = e.hc_collapse(stream),
+                                      .base = e.head(stream, w.norm, model.weights.head)};
+  e.observe_draft(result.hidden, result.base);
+  return result;
 }
 
 }  // namespace cachalot::model

@@ -97,9 +97,9 @@ InferExec::InferExec(const Model& model,
                          .offset = arrays.add(constants.offset, {n - 1, heads})});
     }
   }
-  for (const LayerSpec& layer : model.layers) {
-    const Bound& bound = layer.decoder ? *decoder_ : *encoder_;
-    windows_.push_back(bound.windows[static_cast<size_t>(layer.index)]);
+  for (size_t ring = 0; ring < encoder_->windows.size(); ++ring) {
+    const bool last = ring >= model.layers.size() || model.layers[ring].decoder;
+    windows_.push_back((last ? *decoder_ : *encoder_).windows[ring]);
   }
   run(arrays.flush());
   for (Bound& bound : bound_) {
@@ -127,23 +127,33 @@ InferExec::Bound InferExec::bind(const StepPlan& plan, StepArrays& arrays) {
               .compressed_rope = {},
               .logit_rows = arrays.add(plan.logit_rows),
               .classes = arrays.add(plan.classes),
+              .mean_pre = {},
               .windows = {},
               .sources = {}};
   const auto view = [&](int32_t member) -> const ops::SequenceView& {
     return *sequences_[static_cast<size_t>(member)].view;
   };
+  const bool drafts = plan.kind == StepKind::kDraft;
+  if (plan.kind == StepKind::kTargetWithContext) {
+    const std::vector<float> mean(static_cast<size_t>(plan.rows * c.hc_mult),
+                                  1.0f / static_cast<float>(c.hc_mult));
+    bound.mean_pre = arrays.add(mean, {plan.rows, c.hc_mult});
+  }
   const Var floor = arrays.add(plan.floor);
-  for (size_t layer = 0; layer < static_cast<size_t>(c.num_hidden_layers); ++layer) {
+  const size_t stages = plan.kind == StepKind::kTarget ? 0 : model_.draft.size();
+  for (size_t ring = 0; ring < model_.layers.size() + stages; ++ring) {
     std::vector<uint8_t*> rings;
     for (int32_t member : plan.member) {
-      rings.push_back(view(member).rings[layer]);
+      rings.push_back(view(member).rings[ring]);
     }
     bound.windows.push_back({.window = c.sliding_window,
+                             .block = drafts ? c.dspark_block_size : 0,
                              .rings = arrays.add(rings.data(), s),
                              .fresh = {},
                              .floor = floor});
   }
-  for (size_t source = 0; source < c.kv_source_layer_ids.size(); ++source) {
+  // Draft stages read no compressed rows.
+  for (size_t source = 0; !drafts && source < c.kv_source_layer_ids.size(); ++source) {
     std::vector<ops::PagedRows> main, index;
     std::vector<const float*> open;
     for (int32_t member : plan.member) {
@@ -219,7 +229,8 @@ int64_t InferExec::most_entries(int64_t ratio) const {
 // Observation. -----------------------------------------------------------------------------------
 
 std::string InferExec::name(const LayerSpec& layer, const char* what) const {
-  return fmt::format("layers.{}.{}", layer.index, what);
+  return layer.stage < 0 ? fmt::format("layers.{}.{}", layer.index, what)
+                         : fmt::format("mtp.{}.{}", layer.stage, what);
 }
 
 void InferExec::observe(const LayerSpec& layer, const char* what, const Var& rows) {
@@ -297,7 +308,7 @@ TensorView InferExec::embed(const ops::Weight& weight) {
   if (!skips()) {
     run(ops::embed(ctx_, {.token = now_->token, .weight = weight, .x = x}));
   }
-  observe("embed", x);
+  observe(now_->plan->kind == StepKind::kDraft ? "mtp.embed" : "embed", x);
   return x;
 }
 
@@ -546,7 +557,7 @@ std::pair<TensorView, TensorView> InferExec::gate(const LayerSpec& layer,
                                                   Var u,
                                                   const MoeWeights& w) {
   const ModelConfig& c = model_.config;
-  const Shape shape{now_->rows.rows, c.num_experts_per_tok};
+  const Shape shape{now_->rows.rows, layer.experts_per_token};
   ops::GateArgs args{.rows = now_->rows,
                      .x = u,
                      .weight = w.gate,
@@ -565,7 +576,7 @@ std::pair<TensorView, TensorView> InferExec::gate(const LayerSpec& layer,
     if (observer_->forced_experts(
             layer.index, TensorView(ids.data(), DType::kI32, shape), observed_rows())) {
       run(device_.write(forced.data, ids.data(), forced.bytes(), ctx_.stream));
-      check_ids(layer, "experts", forced, [&](int64_t) { return c.n_routed_experts; });
+      check_ids(layer, "experts", forced, [&](int64_t) { return w.gate.out; });
       args.forced = forced;
     }
   }
@@ -626,6 +637,69 @@ TensorView InferExec::engram_inject(Var x, Var kv, const EngramWeights& w) {
                             .out = out}));
   }
   return out;
+}
+
+TensorView InferExec::tap(Var taps, const LayerSpec& layer, const StreamVar& stream) {
+  const ModelConfig& c = model_.config;
+  if (taps.empty()) {
+    const auto count = static_cast<int64_t>(c.dspark_target_layer_ids.size());
+    taps = make(act_, {now_->rows.rows, count * c.hidden_size});
+  }
+  if (!skips()) {
+    run(ops::hc_collapse(ctx_,
+                         {.x = stream.x,
+                          .pending = {stream.pending.y, stream.pending.post, stream.pending.comb},
+                          .pre = now_->mean_pre,
+                          .column = layer.tap * c.hidden_size,
+                          .out = taps}));
+  }
+  return taps;
+}
+
+TensorView InferExec::rms_norm(Var x, const TensorView& norm) {
+  const Var y = make(act_, x.shape);
+  if (!skips()) {
+    run(ops::rms_norm(
+        ctx_,
+        {.x = x, .norm = norm, .rms_eps = static_cast<float>(model_.config.rms_norm_eps), .y = y}));
+  }
+  return y;
+}
+
+void InferExec::context_finish(const LayerSpec& stage, Var kv, const TensorView& kv_norm) {
+  const Var fresh = make(DType::kU8, {kv.dim(0), quant::window_row_bytes(kv.dim(1))});
+  if (!skips()) {
+    run(ops::qkv_finish(ctx_,
+                        {.kv = kv,
+                         .kv_norm = kv_norm,
+                         .rope = rope(stage),
+                         .rms_eps = static_cast<float>(model_.config.rms_norm_eps),
+                         .fresh = fresh}));
+  }
+  observe(stage, "context_codes", fresh);
+  windows_[static_cast<size_t>(stage.index)].fresh = fresh;
+}
+
+TensorView InferExec::hc_collapse(const StreamVar& stream) {
+  const Var out = make(act_, {now_->rows.rows, model_.config.hidden_size});
+  if (!skips()) {
+    run(ops::hc_collapse(ctx_,
+                         {.x = stream.x,
+                          .pending = {stream.pending.y, stream.pending.post, stream.pending.comb},
+                          .pre = stream.pre,
+                          .out = out}));
+  }
+  return out;
+}
+
+void InferExec::observe_draft_context(const Var& taps, const Var& features) {
+  observe("mtp.taps", taps);
+  observe("mtp.features", features);
+}
+
+void InferExec::observe_draft(const Var& hidden, const Var& base) {
+  observe("mtp.hidden", hidden);
+  observe("mtp.base_logits", base);
 }
 
 TensorView InferExec::head(const StreamVar& stream,

@@ -17,10 +17,18 @@
 
 namespace cachalot::model {
 
+// What a step computes.
+enum class StepKind : uint8_t {
+  kTarget,             // logits
+  kTargetWithContext,  // logits, and the rows that extend the drafter's context
+  kDraft,              // draft blocks behind the context
+};
+
 // The packed rows of a step that run through some of its layers. Sequences without such a row are
 // left out: `member` has the others' indices in the step, `first` the index of their first row here
 // among their rows of the step.
 struct StepPlan {
+  StepKind kind = StepKind::kTarget;
   int64_t rows = 0;
   std::vector<int32_t> member, first;
   std::vector<int32_t> token, position, sequence, row_begin, start, floor;
@@ -103,6 +111,13 @@ class InferExec {
   Var engram_inject(Var x, Var kv, const EngramWeights& w);
   Var head(const StreamVar& stream, const TensorView& norm, const ops::Weight& weight);
 
+  Var tap(Var taps, const LayerSpec& layer, const StreamVar& stream);
+  Var rms_norm(Var x, const TensorView& norm);
+  void context_finish(const LayerSpec& stage, Var kv, const TensorView& kv_norm);
+  Var hc_collapse(const StreamVar& stream);
+
+  void observe_draft_context(const Var& taps, const Var& features);
+  void observe_draft(const Var& hidden, const Var& base);
   void observe_engram(const LayerSpec& layer, Var& x);
   void observe_attention_input(const LayerSpec& layer, const Var& u);
   void observe_attention(const LayerSpec& layer, StreamVar& stream);
@@ -145,7 +160,8 @@ class InferExec {
     Var window_rope, compressed_rope;
     Var logit_rows;
     Var classes;
-    std::vector<ops::WindowView> windows;  // per layer, without fresh rows
+    Var mean_pre;                          // [T, M] 1 / M; steps with context only
+    std::vector<ops::WindowView> windows;  // per ring, without fresh rows
     std::vector<SourceTables> sources;     // per KV source
   };
   Bound bind(const StepPlan& plan, StepArrays& arrays);
@@ -195,7 +211,7 @@ class InferExec {
   Var first_pre_;
   std::vector<HashTables> hashes_;        // per Engram layer
   std::map<int64_t, RatioPlan> ratios_;   // of the encoder's plan
-  std::vector<ops::WindowView> windows_;  // per layer
+  std::vector<ops::WindowView> windows_;  // per layer, then per draft stage
   std::map<int64_t, GroupInput> group_inputs_;
 };
 

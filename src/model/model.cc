@@ -18,13 +18,15 @@ Result<Model> make_model(const ModelConfig& config,
                          ModelWeights weights,
                          std::vector<int32_t> token_class) {
   CACHALOT_RETURN_IF_ERROR(validate(config));
-  Model model{.config = config,
-              .layers = layer_schedule(config),
-              .weights = std::move(weights),
-              .engram = engram_constants(config),
-              .token_class = std::move(token_class),
-              .window_frequency = window_frequencies(config),
-              .compressed_frequency = compressed_frequencies(config)};
+  Model model{
+      .config = config,
+      .layers = layer_schedule(config),
+      .draft = weights.draft.stages.empty() ? std::vector<LayerSpec>() : draft_schedule(config),
+      .weights = std::move(weights),
+      .engram = engram_constants(config),
+      .token_class = std::move(token_class),
+      .window_frequency = window_frequencies(config),
+      .compressed_frequency = compressed_frequencies(config)};
   if (model.engram.empty()) {
     model.token_class.clear();
     return model;

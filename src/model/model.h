@@ -14,6 +14,7 @@ namespace cachalot::model {
 struct Model {
   ModelConfig config;
   std::vector<LayerSpec> layers;
+  std::vector<LayerSpec> draft;             // stages; empty without the drafter's weights
   ModelWeights weights;                     // views; the checkpoint must outlive the model
   std::vector<EngramConstants> engram;      // per Engram layer
   std::vector<int32_t> token_class;         // [V] Engram class of each token; empty without Engram
@@ -24,6 +25,7 @@ struct Model {
   int64_t source_slot(int64_t layer) const;
 };
 
+// Weights without draft stages make a model without a drafter, whatever the config says.
 // `token_class` is required iff the model has Engram layers: V classes in
 // [0, engram_compressed_vocab_size).
 Result<Model> make_model(const ModelConfig& config,

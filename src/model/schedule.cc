@@ -1,5 +1,7 @@
 #include "model/schedule.h"
 
+#include <algorithm>
+
 namespace cachalot::model {
 namespace {
 
@@ -12,6 +14,12 @@ int64_t last_at_or_before(const std::vector<int64_t>& ids, int64_t id) {
     }
   }
   return found;
+}
+
+// Position of `id` in `ids`, or -1.
+int64_t index_of(const std::vector<int64_t>& ids, int64_t id) {
+  const auto at = std::find(ids.begin(), ids.end(), id);
+  return at == ids.end() ? -1 : at - ids.begin();
 }
 
 }  // namespace
@@ -36,14 +44,25 @@ std::vector<LayerSpec> layer_schedule(const ModelConfig& config) {
       }
     }
     layer.decoder = !config.kv_source_layer_ids.empty() && l >= config.kv_source_layer_ids.back();
-    for (size_t i = 0; i < config.engram_layer_ids.size(); ++i) {
-      if (config.engram_layer_ids[i] == l) {
-        layer.engram = static_cast<int64_t>(i);
-      }
-    }
+    layer.engram = index_of(config.engram_layer_ids, l);
+    layer.tap = index_of(config.dspark_target_layer_ids, l);
+    layer.experts_per_token = config.num_experts_per_tok;
     layers.push_back(layer);
   }
   return layers;
+}
+
+std::vector<LayerSpec> draft_schedule(const ModelConfig& config) {
+  std::vector<LayerSpec> stages;
+  for (int64_t stage = 0; stage < config.num_nextn_predict_layers; ++stage) {
+    LayerSpec layer;
+    layer.index = config.num_hidden_layers + stage;
+    layer.stage = stage;
+    layer.experts_per_token = config.dspark_num_experts_per_tok;
+    layer.decoder = true;  // its context comes from the rows that reach the last layers
+    stages.push_back(layer);
+  }
+  return stages;
 }
 
 std::string_view mode_name(LayerMode mode) {

@@ -24,6 +24,9 @@ struct LayerSpec {
   int64_t candidate_source = -1;  // for an index source restricted by candidates: their layer
   bool publishes_candidates = false;
   int64_t engram = -1;  // index into engram_layer_ids, or -1
+  int64_t tap = -1;     // index into dspark_target_layer_ids, or -1
+  int64_t stage = -1;   // of the drafter; -1: a backbone layer
+  int64_t experts_per_token = 0;
   // The last KV source and the layers behind it: no state of theirs but window rows reaches beyond
   // the source's own compressed rows, so a prompt need not run through them in full.
   bool decoder = false;
@@ -32,6 +35,10 @@ struct LayerSpec {
 
 // One entry per backbone layer. `config` must be valid.
 std::vector<LayerSpec> layer_schedule(const ModelConfig& config);
+
+// One entry per draft stage: window layers that count on behind the backbone's. Empty without a
+// drafter.
+std::vector<LayerSpec> draft_schedule(const ModelConfig& config);
 
 // "window", "full", "reindex", "reuse".
 std::string_view mode_name(LayerMode mode);

@@ -37,10 +37,46 @@ Status check_sequence(const ModelConfig& config, const StepSequence& sequence) {
   return {};
 }
 
+// Whether the caches of a step hold the drafter's rings; all or none must.
+StepKind step_kind(const Model& model, std::span<const StepSequence> sequences) {
+  const size_t layers = model.layers.size(), stages = model.draft.size();
+  const bool context = stages > 0 && sequences[0].view->rings.size() > layers;
+  for (const StepSequence& sequence : sequences) {
+    const size_t rings = sequence.view->rings.size();
+    CACHALOT_CHECK(rings == (context ? layers + stages : layers), rings, layers, stages);
+  }
+  return context ? StepKind::kTargetWithContext : StepKind::kTarget;
+}
+
+// The block of every sequence: its anchor, then noise.
+StepPlan make_draft_plan(const ModelConfig& c, std::span<const StepSequence> sequences) {
+  StepPlan plan{.kind = StepKind::kDraft};
+  for (size_t s = 0; s < sequences.size(); ++s) {
+    const auto start = static_cast<int32_t>(sequences[s].view->length);
+    const auto member = static_cast<int32_t>(s);
+    plan.member.push_back(member);
+    plan.first.push_back(0);
+    plan.row_begin.push_back(static_cast<int32_t>(plan.rows));
+    plan.start.push_back(start);
+    // The context has the rows of the decoder layers.
+    plan.floor.push_back(static_cast<int32_t>(sequences[s].replay.decoder_from));
+    for (int32_t i = 0; i < c.dspark_block_size; ++i) {
+      plan.token.push_back(i == 0 ? sequences[s].tokens[0]
+                                  : static_cast<int32_t>(c.dspark_noise_token_id));
+      plan.position.push_back(start + i);
+      plan.sequence.push_back(member);
+      plan.is_image.push_back(0);
+      plan.logit_rows.push_back(static_cast<int32_t>(plan.rows++));
+    }
+  }
+  plan.row_begin.push_back(static_cast<int32_t>(plan.rows));
+  return plan;
+}
+
 // The rows that run through the encoder layers, or those that also run through the decoder layers.
 StepPlan make_plan(const Model& model, std::span<const StepSequence> sequences, bool decoder) {
   const ModelConfig& c = model.config;
-  StepPlan plan;
+  StepPlan plan{.kind = step_kind(model, sequences)};
   for (const LayerSpec& layer : model.layers) {
     if (layer.ratio > 0) {
       plan.groups[layer.ratio];
@@ -135,7 +171,29 @@ struct StepRunner::State {
   StepPlan plan, decoder_plan;
   std::vector<StepSequence> sequences;
   std::vector<float> logits;        // of a device
+  std::vector<float> confidence;    // of a device
   std::unique_ptr<InferExec> exec;  // of the last step; null: nothing to commit
+  Draft<TensorView> block;          // of the last draft; empty: none
+  int64_t drawn = 0;                // positions of it that next_draft() gave
+
+  // Drops what the last step or draft left and takes over its memory.
+  void restart(std::span<const StepSequence> next) {
+    exec.reset();
+    block = {};
+    memory.reset();
+    scratch.reset();
+    sequences.assign(next.begin(), next.end());
+  }
+
+  // `view` in host memory; `copy` holds the values of a device.
+  Result<TensorView> on_host(const TensorView& view, std::vector<float>& copy) const {
+    if (device.device() == Device::kCpu) {
+      return view;
+    }
+    copy.resize(static_cast<size_t>(view.shape.elements()));
+    CACHALOT_RETURN_IF_ERROR(device.read(copy.data(), view.data, view.bytes(), context.stream));
+    return TensorView(copy.data(), DType::kF32, view.shape);
+  }
 };
 
 Result<std::unique_ptr<StepRunner>> StepRunner::create(const Model& model,
@@ -167,9 +225,7 @@ Result<TensorView> StepRunner::run(std::span<const StepSequence> sequences, Obse
   for (const StepSequence& sequence : sequences) {
     CACHALOT_RETURN_IF_ERROR(check_sequence(s.model.config, sequence));
   }
-  s.memory.reset();
-  s.scratch.reset();
-  s.sequences.assign(sequences.begin(), sequences.end());
+  s.restart(sequences);
   s.plan = make_plan(s.model, s.sequences, false);
   s.decoder_plan = make_plan(s.model, s.sequences, true);
   s.exec = std::make_unique<InferExec>(s.model,
@@ -181,18 +237,68 @@ Result<TensorView> StepRunner::run(std::span<const StepSequence> sequences, Obse
                                        s.decoder_plan,
                                        s.sequences,
                                        observer);
-  TensorView logits = forward(*s.exec, s.model);
-  Status status = s.exec->status();
-  if (status.ok() && s.device.device() != Device::kCpu) {
-    s.logits.resize(static_cast<size_t>(logits.shape.elements()));
-    status = s.device.read(s.logits.data(), logits.data, logits.bytes(), s.context.stream);
-    logits = TensorView(s.logits.data(), DType::kF32, logits.shape);
-  }
-  if (!status.ok()) {
+  const TensorView logits = s.plan.kind == StepKind::kTargetWithContext
+                                ? forward_with_context(*s.exec, s.model)
+                                : forward(*s.exec, s.model);
+  Result<TensorView> result =
+      s.exec->status().ok() ? s.on_host(logits, s.logits) : Result<TensorView>(s.exec->status());
+  if (!result.ok()) {
     s.exec.reset();
-    return status;
   }
-  return logits;
+  return result;
+}
+
+Status StepRunner::draft(std::span<const StepSequence> sequences, Observer* observer) {
+  State& s = *state_;
+  s.restart(sequences);
+  for (const StepSequence& sequence : sequences) {
+    CACHALOT_RETURN_IF_ERROR(check_sequence(s.model.config, sequence));
+    CACHALOT_CHECK(sequence.tokens.size() == 1, sequence.tokens.size());
+  }
+  CACHALOT_CHECK(step_kind(s.model, s.sequences) == StepKind::kTargetWithContext,
+                 s.model.draft.size());
+  s.plan = make_draft_plan(s.model.config, s.sequences);
+  InferExec exec(
+      s.model, s.context, s.precision, s.device, s.memory, s.plan, s.plan, s.sequences, observer);
+  const Draft<TensorView> block = model::draft(exec, s.model);
+  CACHALOT_RETURN_IF_ERROR(exec.status());
+  s.block = block;
+  s.drawn = 0;
+  return {};
+}
+
+Result<DraftLogits> StepRunner::next_draft(std::span<const int32_t> previous) {
+  State& s = *state_;
+  const ModelConfig& c = s.model.config;
+  const DraftWeights& w = s.model.weights.draft;
+  const auto n = static_cast<int64_t>(s.sequences.size());
+  CACHALOT_CHECK(!s.block.hidden.empty() && s.drawn < c.dspark_block_size, s.drawn);
+  CACHALOT_CHECK(previous.size() == s.sequences.size(), previous.size(), n);
+  std::vector<int32_t> rows;
+  for (int64_t i = 0; i < n; ++i) {
+    rows.push_back(static_cast<int32_t>(i * c.dspark_block_size + s.drawn));
+  }
+  ++s.drawn;
+  StepArrays arrays(s.memory, s.device, s.context.stream);
+  ops::DraftHeadArgs args{
+      .select = arrays.add(rows),
+      .previous = arrays.add(std::vector<int32_t>(previous.begin(), previous.end())),
+      .x = s.block.hidden,
+      .base = s.block.base,
+      .embed = w.markov_embed,
+      .head = w.markov_head,
+      .proj = w.confidence};
+  CACHALOT_RETURN_IF_ERROR(arrays.flush());
+  if (!s.memory.fits(n * (c.vocab_size + 1) * 4)) {
+    return error(Code::kResourceExhausted, "the step's memory has no room for {} draft rows", n);
+  }
+  args.logits = s.memory.allocate(DType::kF32, {n, c.vocab_size});
+  args.confidence = s.memory.allocate(DType::kF32, {n});
+  CACHALOT_RETURN_IF_ERROR(ops::draft_head(s.context, args));
+  DraftLogits result;
+  CACHALOT_TRY(result.logits, s.on_host(args.logits, s.logits));
+  CACHALOT_TRY(result.confidence, s.on_host(args.confidence, s.confidence));
+  return result;
 }
 
 Status StepRunner::commit(std::span<const int32_t> accepted) {
@@ -211,12 +317,19 @@ Status StepRunner::commit(std::span<const int32_t> accepted) {
   };
   const TensorView encoder_counts = counts(s.plan), decoder_counts = counts(s.decoder_plan);
   CACHALOT_RETURN_IF_ERROR(arrays.flush());
+  const auto commit_window = [&](const LayerSpec& layer) {
+    return ops::window_commit(s.context,
+                              {.rows = s.exec->step_rows(layer),
+                               .window = s.exec->window(layer.index),
+                               .accepted = layer.decoder ? decoder_counts : encoder_counts});
+  };
   for (const LayerSpec& layer : s.model.layers) {
-    CACHALOT_RETURN_IF_ERROR(
-        ops::window_commit(s.context,
-                           {.rows = s.exec->step_rows(layer),
-                            .window = s.exec->window(layer.index),
-                            .accepted = layer.decoder ? decoder_counts : encoder_counts}));
+    CACHALOT_RETURN_IF_ERROR(commit_window(layer));
+  }
+  if (s.plan.kind == StepKind::kTargetWithContext) {
+    for (const LayerSpec& stage : s.model.draft) {
+      CACHALOT_RETURN_IF_ERROR(commit_window(stage));
+    }
   }
   for (size_t i = 0; i < s.sequences.size(); ++i) {
     ops::SequenceView& view = *s.sequences[i].view;

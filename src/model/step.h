@@ -45,7 +45,19 @@ struct StepSequence {
 // without Engram. None of the tokens lies in an image.
 std::vector<int32_t> engram_lookback(const Model& model, std::span<const int32_t> tokens);
 
+// The next token of every sequence of a draft, as the drafter sees it; in host memory.
+struct DraftLogits {
+  TensorView logits;      // [S, V] f32
+  TensorView confidence;  // [S] f32: sigmoid of it is how likely the target keeps the token drawn
+};
+
 // Runs steps over one execution context. Not thread-safe; one step at a time.
+//
+// Where the model has a drafter and the caches hold its rings, every step also extends the draft
+// context. A round of speculation is then
+//
+//   draft(anchors), next_draft(anchors), next_draft(first drafts), ...   up to dspark_block_size
+//   run(anchor and drafts of each sequence, all_logits), commit(anchor and the accepted drafts)
 class StepRunner {
  public:
   // `context` names the backend; scratch is made here. On a device the memory of a step is bounded
@@ -64,6 +76,16 @@ class StepRunner {
   // Makes the first accepted[s] rows of the last step part of sequence s: window rings, open
   // groups, look-back and length. Fewer than were run: the rest never happened.
   Status commit(std::span<const int32_t> accepted);
+
+  // Runs a draft block behind every sequence: `tokens` is its anchor alone, the newest token, which
+  // the target has not run yet. Changes no cache; ends the last step (commit first). The observer
+  // sees the tensors of the block.
+  Status draft(std::span<const StepSequence> sequences, Observer* observer = nullptr);
+
+  // The next position's logits of the last draft(), given the token before it of every sequence:
+  // the anchors first, then what was drawn. At most dspark_block_size times; valid until the next
+  // call of any other member or of this one.
+  Result<DraftLogits> next_draft(std::span<const int32_t> previous);
 
   // Times the ops of the steps to come; null ends that.
   void set_timer(ops::OpTimer* timer);

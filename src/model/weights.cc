@@ -98,6 +98,7 @@ class Walk {
           gain(rms(kPlainNorm), kLogit, c_.hidden_size),
           &weights_.head);
     norm("norm.weight", c_.hidden_size, kPlainNorm, &weights_.norm);
+    weights_.draft.stages.resize(static_cast<size_t>(c_.num_nextn_predict_layers));
     for (int64_t stage = 0; stage < c_.num_nextn_predict_layers; ++stage) {
       at(++shard_, WeightPart::kDraft, stage, fmt::format("mtp.{}.", stage));
       draft(stage);
@@ -291,7 +292,8 @@ class Walk {
   }
 
   void mixture(MoeWeights& moe, int64_t experts, int64_t chosen) {
-    // The shared expert, and `chosen` routed ones whose weights sum to routed_scaling_factor.
+    // The shared expert, and `chosen` routed ones whose weights sum to routed_scaling_factor (a
+    // single one keeps its score, which is near 1).
     const double routed = c_.routed_scaling_factor;
     const double output = kSublayer / std::sqrt(static_cast<double>(c_.n_shared_experts) +
                                                 routed * routed / static_cast<double>(chosen));
@@ -378,30 +380,36 @@ class Walk {
 
   void draft(int64_t stage) {
     const int64_t d = c_.hidden_size, v = c_.vocab_size, rank = c_.dspark_markov_rank;
-    LayerWeights unused;
-    block(unused, c_.dspark_n_routed_experts, c_.dspark_num_experts_per_tok);
+    DraftWeights& draft = weights_.draft;
+    block(draft.stages[static_cast<size_t>(stage)],
+          c_.dspark_n_routed_experts,
+          c_.dspark_num_experts_per_tok);
     if (stage == 0) {
       fp8("main_proj.weight",
           d,
           d * static_cast<int64_t>(c_.dspark_target_layer_ids.size()),
           kStream,
           kHidden,
-          nullptr);
-      norm("main_norm.weight", d, kPlainNorm, nullptr);
+          &draft.main_proj);
+      norm("main_norm.weight", d, kPlainNorm, &draft.main_norm);
     }
     if (stage == c_.num_nextn_predict_layers - 1) {
-      norm("norm.weight", d, kPlainNorm, nullptr);
-      plain("markov_head.embed.weight", {v, rank}, WeightRole::kMarkov, {0, kMarkov}, nullptr);
+      norm("norm.weight", d, kPlainNorm, &draft.norm);
+      plain("markov_head.embed.weight",
+            {v, rank},
+            WeightRole::kMarkov,
+            {0, kMarkov},
+            &draft.markov_embed);
       plain("markov_head.head.weight",
             {v, rank},
             WeightRole::kMarkov,
             gain(kMarkov, 1, rank),
-            nullptr);
+            &draft.markov_head);
       plain("confidence_head.proj.weight",
             {1, d + rank},
             WeightRole::kConfidence,
             gain(kMarkov, 1, d + rank),
-            nullptr);
+            &draft.confidence);
     }
   }
 
@@ -547,9 +555,9 @@ ops::Weight resolve_weight(const WeightSpec& spec, const TensorLookup& lookup) {
 ModelWeights resolve_weights(const ModelConfig& config, const TensorLookup& lookup) {
   ModelWeights weights;
   const Visit visit = [&](const WeightSpec& spec, ops::Weight* matrix, TensorView* view) {
-    if (matrix != nullptr && spec.part != WeightPart::kDraft) {
+    if (matrix != nullptr) {
       *matrix = resolve_weight(spec, lookup);
-    } else if (view != nullptr && spec.part != WeightPart::kDraft) {
+    } else if (view != nullptr) {
       *view = lookup(spec.name);
     }
   };

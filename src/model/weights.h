@@ -139,11 +139,23 @@ struct LayerWeights {
   EngramWeights engram;  // Engram layers only
 };
 
+// The drafter; embedding and head are the model's.
+struct DraftWeights {
+  ops::Weight main_proj;             // [D, taps D]
+  TensorView main_norm;              // [D]
+  std::vector<LayerWeights> stages;  // empty: no drafter
+  TensorView norm;                   // [D]
+  ops::Weight markov_embed;          // [V, R]
+  ops::Weight markov_head;           // [V, R]
+  ops::Weight confidence;            // [1, D + R]
+};
+
 struct ModelWeights {
   ops::Weight embed;  // [V, D]
   ops::Weight head;   // [V, D]
   TensorView norm;    // [D]
   std::vector<LayerWeights> layers;
+  DraftWeights draft;
 };
 
 // The memory of a stored tensor by its name.
@@ -152,7 +164,7 @@ using TensorLookup = std::function<TensorView(const std::string& name)>;
 // One matrix with its scales.
 ops::Weight resolve_weight(const WeightSpec& spec, const TensorLookup& lookup);
 
-// All backbone and Engram weights. Fields that a layer's mode does not have stay empty.
+// All weights but those of the vision tower. Fields that a layer's mode does not have stay empty.
 ModelWeights resolve_weights(const ModelConfig& config, const TensorLookup& lookup);
 
 }  // namespace cachalot::model

@@ -57,6 +57,16 @@ OpCost cost(const HcSiteArgs& args) {
           2.0 * static_cast<double>(args.x.dim(0) * args.fn.shape.elements())};
 }
 
+OpCost cost(const HcCollapseArgs& args) {
+  return {sum_bytes({&args.x, &args.pre}) + pending_bytes(args.pending) +
+              static_cast<double>(args.x.dim(0) * args.x.dim(2) * dtype_bytes(args.out.dtype)),
+          0};
+}
+
+OpCost cost(const RmsNormArgs& args) {
+  return {sum_bytes({&args.x, &args.norm, &args.y}), 0};
+}
+
 OpCost cost(const LinearArgs& args) {
   OpCost total{sum_bytes({&args.x}), 0};
   for (const LinearTarget& target : args.targets) {
@@ -146,6 +156,13 @@ OpCost cost(const EngramInjectArgs& args) {
 OpCost cost(const HeadArgs& args) {
   return {sum_bytes({&args.logits}) + static_cast<double>(weight_bytes(args.weight)),
           2.0 * static_cast<double>(args.select.dim(0) * args.weight.out * args.weight.in)};
+}
+
+OpCost cost(const DraftHeadArgs& args) {
+  const int64_t n = args.select.dim(0);
+  return {sum_bytes({&args.previous, &args.logits, &args.confidence}) +
+              static_cast<double>(n * args.base.dim(1) * 4 + weight_bytes(args.head)),
+          2.0 * static_cast<double>(n * args.head.out * args.head.in)};
 }
 
 std::string budget_name(std::string_view op, const LinearArgs& args) {

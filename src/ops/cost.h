@@ -21,6 +21,8 @@ OpCost cost(const RopeTableArgs& args);
 OpCost cost(const EmbedArgs& args);
 OpCost cost(const HcExpandArgs& args);
 OpCost cost(const HcSiteArgs& args);
+OpCost cost(const HcCollapseArgs& args);
+OpCost cost(const RmsNormArgs& args);
 OpCost cost(const LinearArgs& args);
 OpCost cost(const QkvFinishArgs& args);
 OpCost cost(const CompressPoolArgs& args);
@@ -34,6 +36,7 @@ OpCost cost(const EngramHashArgs& args);
 OpCost cost(const EngramGatherArgs& args);
 OpCost cost(const EngramInjectArgs& args);
 OpCost cost(const HeadArgs& args);
+OpCost cost(const DraftHeadArgs& args);
 
 // Values and scales.
 int64_t weight_bytes(const Weight& weight);

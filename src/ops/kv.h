@@ -9,6 +9,12 @@
 
 #include "tensor/tensor.h"
 
+#ifdef __CUDACC__
+#define CACHALOT_HOST_DEVICE __host__ __device__
+#else
+#define CACHALOT_HOST_DEVICE
+#endif
+
 namespace cachalot::ops {
 
 // Fixed-size rows in pages: row i lies at pages[i / page_rows] + (i % page_rows) * row_bytes. The
@@ -18,10 +24,7 @@ struct PagedRows {
   int64_t page_rows = 1;
   int64_t row_bytes = 0;
 
-#ifdef __CUDACC__
-  __host__ __device__
-#endif
-      uint8_t* row(int64_t i) const {
+  CACHALOT_HOST_DEVICE uint8_t* row(int64_t i) const {
     return pages[i / page_rows] + (i % page_rows) * row_bytes;
   }
 };
@@ -42,11 +45,28 @@ struct StepRows {
 // ring unchanged: window_commit() moves accepted rows into it, so a rejected draft needs no
 // rollback.
 struct WindowView {
-  int64_t window = 0;               // W: a query at p sees positions max(floor, p - W + 1) .. p
+  int64_t window = 0;  // W: a query at p sees positions max(floor, p - W + 1) .. p
+  // A draft block, if not 0: every sequence has this many rows, and each of them sees the W
+  // positions before the block and all rows of it.
+  int64_t block = 0;
   uint8_t* const* rings = nullptr;  // [S] -> [W, row_bytes]
   TensorView fresh;                 // [T, row_bytes] u8
   TensorView floor;                 // [S] i32: first visible position (0 unless a replay clamps it)
 };
+
+// The window positions first .. last that a query sees.
+struct WindowRange {
+  int64_t first = 0;
+  int64_t last = 0;
+};
+
+// For a query at position p of a sequence whose rows of this step begin at position `start`.
+CACHALOT_HOST_DEVICE inline WindowRange window_range(
+    int64_t window, int64_t block, int64_t floor, int64_t start, int64_t p) {
+  const int64_t reach = block > 0 ? start - window : p - window + 1;
+  const int64_t least = floor > 0 ? floor : 0;
+  return {reach > least ? reach : least, block > 0 ? start + block - 1 : p};
+}
 
 // The groups that close in this step at one compression ratio, in row order. Group g of ratio r
 // consists of the positions r e .. r e + r - 1, where e is its entry.
@@ -68,8 +88,9 @@ struct SourceView {
   float* open_group = nullptr;  // ratio 2: [2, C] kv and gate of the unpaired token
 };
 struct SequenceView {
-  int64_t length = 0;               // positions whose effects are in the caches
-  std::vector<uint8_t*> rings;      // per backbone layer: [W, window row bytes]
+  int64_t length = 0;  // positions whose effects are in the caches
+  // Per backbone layer, then per draft stage if there is a drafter: [W, window row bytes].
+  std::vector<uint8_t*> rings;
   std::vector<SourceView> sources;  // per KV source layer
   // Engram classes of the last N - 1 positions, oldest first; -1: before the start, or an image.
   std::vector<int32_t> lookback;

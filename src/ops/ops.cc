@@ -124,6 +124,34 @@ Status hc_site(OpContext& ctx, const HcSiteArgs& args) {
   return t == 0 ? Status() : dispatch(ctx, "hc_site", &KernelSet::hc_site, args);
 }
 
+Status hc_collapse(OpContext& ctx, const HcCollapseArgs& args) {
+  ArgCheck check("hc_collapse");
+  check_streams(check, "x", args.x);
+  check.that(args.out.shape.rank == 2, "out of rank 2");
+  CACHALOT_RETURN_IF_ERROR(check.status());
+  const int64_t t = args.x.dim(0), m = args.x.dim(1), d = args.x.dim(2), n = args.out.dim(1);
+  if (!args.pending.empty()) {
+    check_pending(check, args.pending, args.x);
+  }
+  check.tensor("pre", args.pre, {DType::kF32}, {t, m})
+      .act("out", args.out, args.x.dtype, {t, n})
+      .that(args.column >= 0 && args.column + d <= n, "columns inside of out")
+      .that(m <= 8, "at most 8 streams");
+  CACHALOT_RETURN_IF_ERROR(check.status());
+  return t == 0 ? Status() : dispatch(ctx, "hc_collapse", &KernelSet::hc_collapse, args);
+}
+
+Status rms_norm(OpContext& ctx, const RmsNormArgs& args) {
+  ArgCheck check("rms_norm");
+  check.that(args.x.shape.rank == 2 && is_act(args.x.dtype), "x of rank 2, BF16 or F32");
+  CACHALOT_RETURN_IF_ERROR(check.status());
+  check.tensor("x", args.x, kParam, args.x.shape)
+      .tensor("norm", args.norm, kParam, {args.x.dim(1)})
+      .act("y", args.y, args.x.dtype, args.x.shape);
+  CACHALOT_RETURN_IF_ERROR(check.status());
+  return args.x.dim(0) == 0 ? Status() : dispatch(ctx, "rms_norm", &KernelSet::rms_norm, args);
+}
+
 Status linear(OpContext& ctx, const LinearArgs& args) {
   ArgCheck check("linear");
   check.that(args.x.shape.rank == 2 && is_act(args.x.dtype), "x of rank 2, BF16 or F32")
@@ -146,18 +174,20 @@ Status linear(OpContext& ctx, const LinearArgs& args) {
 
 Status qkv_finish(OpContext& ctx, const QkvFinishArgs& args) {
   ArgCheck check("qkv_finish");
-  check.that(args.t.shape.rank == 2 && args.kv.shape.rank == 2 && args.rope.shape.rank == 3 &&
-                 is_act(args.t.dtype),
-             "t and kv of rank 2, rope of rank 3");
+  check.that(args.kv.shape.rank == 2 && args.rope.shape.rank == 3 && is_act(args.kv.dtype),
+             "kv of rank 2, rope of rank 3");
   CACHALOT_RETURN_IF_ERROR(check.status());
-  const int64_t t = args.t.dim(0), q = args.t.dim(1), k = args.kv.dim(1);
-  const int64_t half = args.rope.dim(1);
-  check.tensor("q_norm", args.q_norm, kParam, {q})
-      .act("kv", args.kv, args.t.dtype, {t, k})
+  const int64_t t = args.kv.dim(0), k = args.kv.dim(1), half = args.rope.dim(1);
+  if (args.t.shape.rank != 0) {
+    const int64_t q = args.t.dim(1);
+    check.act("t", args.t, args.kv.dtype, {t, q})
+        .tensor("q_norm", args.q_norm, kParam, {q})
+        .act("r", args.r, args.kv.dtype, {t, q});
+  }
+  check.act("kv", args.kv, args.kv.dtype, {t, k})
       .tensor("kv_norm", args.kv_norm, kParam, {k})
       .tensor("rope", args.rope, {DType::kF32}, {t, half, 2})
       .that(2 * half <= k, "2 half <= K")
-      .act("r", args.r, args.t.dtype, {t, q})
       .tensor("fresh", args.fresh, {DType::kU8}, {t, quant::window_row_bytes(k)});
   CACHALOT_RETURN_IF_ERROR(check.status());
   return t == 0 ? Status() : dispatch(ctx, "qkv_finish", &KernelSet::qkv_finish, args);
@@ -232,7 +262,8 @@ Status attend(OpContext& ctx, const AttendArgs& args) {
       .tensor("sink", args.sink, {DType::kF32}, {h})
       .tensor("fresh", args.window.fresh, {DType::kU8}, {t, quant::window_row_bytes(k)})
       .tensor("floor", args.window.floor, {DType::kI32}, {s})
-      .that(args.window.window >= 1 && args.window.rings != nullptr, "a window");
+      .that(args.window.window >= 1 && args.window.rings != nullptr, "a window")
+      .that(args.window.block == 0 || args.window.block * s == t, "sequences of whole blocks");
   if (args.main != nullptr) {
     check.tensor("selected", args.selected, {DType::kI32}, {t, args.selected.dim(1)});
   }
@@ -345,6 +376,30 @@ Status head(OpContext& ctx, const HeadArgs& args) {
       .tensor("logits", args.logits, {DType::kF32}, {n, args.weight.out});
   CACHALOT_RETURN_IF_ERROR(check.status());
   return n == 0 ? Status() : dispatch(ctx, "head", &KernelSet::head, args);
+}
+
+Status draft_head(OpContext& ctx, const DraftHeadArgs& args) {
+  ArgCheck check("draft_head");
+  check.that(args.x.shape.rank == 2 && is_act(args.x.dtype) && args.base.shape.rank == 2,
+             "x and base of rank 2");
+  CACHALOT_RETURN_IF_ERROR(check.status());
+  const int64_t n = args.select.dim(0), t = args.x.dim(0), d = args.x.dim(1);
+  const int64_t v = args.base.dim(1), r = args.embed.in;
+  check.tensor("select", args.select, {DType::kI32}, {n})
+      .tensor("previous", args.previous, {DType::kI32}, {n})
+      .act("x", args.x, args.x.dtype, {t, d})
+      .tensor("base", args.base, {DType::kF32}, {t, v})
+      .weight("embed", args.embed, v, r)
+      .weight("head", args.head, v, r)
+      .weight("proj", args.proj, 1, d + r)
+      .tensor("logits", args.logits, {DType::kF32}, {n, v})
+      .tensor("confidence", args.confidence, {DType::kF32}, {n});
+  for (const Weight* w : {&args.embed, &args.head, &args.proj}) {
+    check.that(w->format == WeightFormat::kBF16 || w->format == WeightFormat::kF32,
+               "BF16 or F32 weights");
+  }
+  CACHALOT_RETURN_IF_ERROR(check.status());
+  return n == 0 ? Status() : dispatch(ctx, "draft_head", &KernelSet::draft_head, args);
 }
 
 }  // namespace cachalot::ops

@@ -78,6 +78,26 @@ struct HcSiteArgs {
 };
 [[nodiscard]] Status hc_site(OpContext& ctx, const HcSiteArgs& args);
 
+// Columns [column, column + D) of out = sum_j pre_j X_j, over the streams with the pending output
+// applied. ---------------------------------------------------------------------------------------
+struct HcCollapseArgs {
+  TensorView x;        // [T, M, D] act
+  Pending pending;     // may be empty
+  TensorView pre;      // [T, M] f32
+  int64_t column = 0;  // of out
+  TensorView out;      // out [T, N] act; other columns are left alone
+};
+[[nodiscard]] Status hc_collapse(OpContext& ctx, const HcCollapseArgs& args);
+
+// y = x rsqrt(mean(x^2) + eps) norm. --------------------------------------------------------------
+struct RmsNormArgs {
+  TensorView x;     // [T, D] act
+  TensorView norm;  // [D] bf16|f32
+  float rms_eps = 0;
+  TensorView y;  // out [T, D] act; may alias x
+};
+[[nodiscard]] Status rms_norm(OpContext& ctx, const RmsNormArgs& args);
+
 // y = x W^T for one or several weights that share their input. -----------------------------------
 struct LinearTarget {
   const Weight* weight = nullptr;
@@ -95,7 +115,7 @@ struct LinearArgs {
 
 // r = q_norm(t); window row = FP8(RoPE(kv_norm(kv))). ---------------------------------------------
 struct QkvFinishArgs {
-  TensorView t;        // [T, q_lora] act
+  TensorView t;        // [T, q_lora] act; empty, with q_norm and r: rows that have no query
   TensorView q_norm;   // [q_lora]
   TensorView kv;       // [T, K] act
   TensorView kv_norm;  // [K]
@@ -185,7 +205,8 @@ struct WindowCommitArgs {
 [[nodiscard]] Status window_commit(OpContext& ctx, const WindowCommitArgs& args);
 
 // Router: scores = sqrt(softplus(x Wg^T / temp)); the best k of scores + bias (bias_vl for image
-// rows; ties: the lower id), ascending; weights = score / (sum of the chosen + 1e-20) * scale.
+// rows; ties: the lower id), ascending; weights = score / (sum of the chosen + 1e-20) * scale. A
+// single expert (k = 1) is not normalized, which would make its weight constant: score * scale.
 // -----------
 struct GateArgs {
   StepRows rows;       // is_image
@@ -269,5 +290,21 @@ struct HeadArgs {
   TensorView logits;  // out [N, V] f32
 };
 [[nodiscard]] Status head(OpContext& ctx, const HeadArgs& args);
+
+// One step of a draft's sequential part for N rows: logits = base + Wh We[previous] in FP32, and
+// how likely the token drawn from them survives: confidence = Wc [x; We[previous]], before a
+// sigmoid. -
+struct DraftHeadArgs {
+  TensorView select;      // [N] i32 rows of x and base
+  TensorView previous;    // [N] i32: the token before, each in [0, V)
+  TensorView x;           // [T, D] act: collapsed streams, not normalized
+  TensorView base;        // [T, V] f32
+  Weight embed;           // We [V, R] bf16|f32
+  Weight head;            // Wh [V, R] bf16|f32
+  Weight proj;            // Wc [1, D + R] bf16|f32
+  TensorView logits;      // out [N, V] f32
+  TensorView confidence;  // out [N] f32
+};
+[[nodiscard]] Status draft_head(OpContext& ctx, const DraftHeadArgs& args);
 
 }  // namespace cachalot::ops

@@ -35,6 +35,8 @@ std::vector<KernelName> kernel_names(Backend backend) {
   add_names(names, "embed", set.embed);
   add_names(names, "hc_expand", set.hc_expand);
   add_names(names, "hc_site", set.hc_site);
+  add_names(names, "hc_collapse", set.hc_collapse);
+  add_names(names, "rms_norm", set.rms_norm);
   add_names(names, "linear", set.linear);
   add_names(names, "qkv_finish", set.qkv_finish);
   add_names(names, "compress_pool", set.compress_pool);
@@ -48,6 +50,7 @@ std::vector<KernelName> kernel_names(Backend backend) {
   add_names(names, "engram_gather", set.engram_gather);
   add_names(names, "engram_inject", set.engram_inject);
   add_names(names, "head", set.head);
+  add_names(names, "draft_head", set.draft_head);
   return names;
 }
 

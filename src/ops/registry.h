@@ -25,6 +25,8 @@ struct KernelSet {
   std::vector<Kernel<EmbedArgs>> embed;
   std::vector<Kernel<HcExpandArgs>> hc_expand;
   std::vector<Kernel<HcSiteArgs>> hc_site;
+  std::vector<Kernel<HcCollapseArgs>> hc_collapse;
+  std::vector<Kernel<RmsNormArgs>> rms_norm;
   std::vector<Kernel<LinearArgs>> linear;
   std::vector<Kernel<QkvFinishArgs>> qkv_finish;
   std::vector<Kernel<CompressPoolArgs>> compress_pool;
@@ -38,6 +40,7 @@ struct KernelSet {
   std::vector<Kernel<EngramGatherArgs>> engram_gather;
   std::vector<Kernel<EngramInjectArgs>> engram_inject;
   std::vector<Kernel<HeadArgs>> head;
+  std::vector<Kernel<DraftHeadArgs>> draft_head;
 };
 
 const KernelSet& ref_kernels();

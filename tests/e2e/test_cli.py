@@ -124,7 +124,7 @@ def test_chat_over_a_pipe(cachalot, checkpoint, tmp_path):
 
 
 def test_unavailable_modes_say_so(cachalot, checkpoint):
-    for flags in (("--spec", "dspark"), ("--backend", "cuda")):
+    for flags in (("--backend", "cuda"),):
         cachalot("run", "-m", checkpoint(), "-p", "x", "-n", 1, *flags, status=1)
         assert flags[1] in cachalot.errors
 
@@ -139,6 +139,21 @@ def test_modes_agree_on_short_prompts(cachalot, checkpoint):
     for answer in answers[1:]:
         assert answer["token_ids"] == answers[0]["token_ids"]
         assert answer["logprobs"] == answers[0]["logprobs"]
+def test_speculation(cachalot, checkpoint):
+    flags = ("-p", "x", "-n", 12, "--ignore-eos", "--json", "--logit-bias", "40=60", "--temperature", 0)
+    plain = json.loads(cachalot("run", "-m", checkpoint(), *flags))
+    assert plain["speculation"] == {"draft_tokens": 0, "accepted_tokens": 0}
+    drafted = json.loads(
+        cachalot("run", "-m", checkpoint(), *flags, "--spec", "dspark", "--spec-length", 3)
+    )
+    assert drafted["token_ids"] == plain["token_ids"]
+    # The bias leaves one token: every draft is kept. 12 tokens: 1 of the prefill, then 4, 4, 3.
+    assert drafted["speculation"] == {"draft_tokens": 8, "accepted_tokens": 8}
+    bare = checkpoint(
+        "t1", "num_nextn_predict_layers=0", "compress_ratios=[0, 0, 2, 2, 2, 1, 1, 1, 1, 1]"
+    )
+    cachalot("run", "-m", bare, "-p", "x", "-n", 1, "--spec", "dspark", status=1)
+    assert "num_nextn_predict_layers" in cachalot.errors
 
 
 def test_stop_strings_and_batches(cachalot, checkpoint, tmp_path):

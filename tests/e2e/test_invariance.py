@@ -50,6 +50,26 @@ def test_prefill_chunks(cachalot, checkpoint, tmp_path, name, precision):
             assert_same(a, b)
 
 
+def test_drafts_do_not_depend_on_the_chunks(cachalot, checkpoint, tmp_path):
+    """The drafter's context, and the drafts behind every chunk, from a prefill in any chunking."""
+    directory = checkpoint("t1")
+    tokens = tokens_of(37, 512, 137)
+    dumps = {}
+    for chunk in (1, 2, 3, 7, 16):
+        work = tmp_path / str(chunk)
+        work.mkdir()
+        _, (dumps[chunk],) = score(
+            cachalot, directory, [tokens], work, "--spec", "dspark", "--chunk", chunk
+        )
+    for chunk, dump in dumps.items():
+        for name in ("mtp.taps", "mtp.features", "mtp.0.context_codes"):
+            np.testing.assert_array_equal(dump[name], dumps[1][name], err_msg=name)
+        # Chunk 1 drafts behind every position, the others behind some of them.
+        every = slice(chunk - 1, None, chunk)
+        np.testing.assert_array_equal(dump["mtp.tokens"], dumps[1]["mtp.tokens"][every])
+        np.testing.assert_array_equal(dump["mtp.confidence"], dumps[1]["mtp.confidence"][every])
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_threads(cachalot, checkpoint, tmp_path, backend):
     directory = checkpoint("t1")
@@ -86,6 +106,33 @@ def test_batch_composition_and_order(cachalot, checkpoint, tmp_path):
     together = generate(cachalot, directory, prompts, tmp_path, *flags)
     backwards = generate(cachalot, directory, prompts[::-1], tmp_path, *flags)
     assert backwards[::-1] == together
+    for prompt, expected in zip(prompts, together):
+        assert generate(cachalot, directory, [prompt], tmp_path, *flags) == [expected]
+
+
+@pytest.mark.parametrize("precision", ["official", "f32"])
+def test_speculation_changes_no_greedy_token(cachalot, checkpoint, tmp_path, precision):
+    """Tokens and log-probabilities, for every number of drafts; three tokens are made likely enough
+    that target and drafter often agree."""
+    directory = checkpoint("t1")
+    prompts = [tokens_of(n, 512, 80 + n) for n in (1, 2, 9, 16, 40)]
+    flags = ["-n", 24, "--temperature", 0, "--chunk", 16, "--precision", precision]
+    for token in (40, 41, 42):
+        flags += ["--logit-bias", f"{token}=30"]
+    plain = generate(cachalot, directory, prompts, tmp_path, *flags)
+    for length in (0, 1, 2, 3):
+        flags_with = (*flags, "--spec", "dspark", "--spec-length", length)
+        assert generate(cachalot, directory, prompts, tmp_path, *flags_with) == plain, length
+
+
+def test_sampled_speculation_repeats_itself(cachalot, checkpoint, tmp_path):
+    """With a fixed number of drafts, whatever the batch."""
+    directory = checkpoint("t1")
+    prompts = [tokens_of(n, 512, 90 + n) for n in (3, 9, 16, 33)]
+    flags = ("-n", 16, "--temperature", 0.8, "--seed", 5, "--chunk", 16, "--logit-bias", "40=8",
+             "--spec", "dspark", "--spec-length", 2)
+    together = generate(cachalot, directory, prompts, tmp_path, *flags)
+    assert generate(cachalot, directory, prompts[::-1], tmp_path, *flags)[::-1] == together
     for prompt, expected in zip(prompts, together):
         assert generate(cachalot, directory, [prompt], tmp_path, *flags) == [expected]
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from conftest import read_lines, write_lines
-from tests.oracle import compare, model
+from tests.oracle import compare, drafter, model
 from tests.oracle.checkpoint import Checkpoint, read_dump
 
 # A machine with a GPU proves that backend with CACHALOT_BACKENDS=cuda.
@@ -126,6 +126,66 @@ def test_every_ablation_is_noticed(cachalot, checkpoint, tmp_path, ablation, pre
     tokens = tokens_of(40, loaded.config.vocab_size, 11)
     _, dumps = score(cachalot, directory, [tokens], tmp_path, "--precision", precision)
     assert faults(loaded, tokens, dumps[0], precision, ablate={ablation})
+
+
+# Configs that move what a draft depends on: stages, block, window, experts, taps.
+DRAFTERS = {
+    "t1": (),
+    "two-stages": (
+        "num_nextn_predict_layers=2",
+        "compress_ratios=[0, 0, 2, 2, 2, 1, 1, 1, 1, 1, 0, 0]",
+        "dspark_block_size=5",
+        "dspark_num_experts_per_tok=2",
+        "dspark_target_layer_ids=[1, 4]",
+        "dspark_noise_token_id=7",
+        "sliding_window=3",
+    ),
+}
+
+
+def draft_faults(loaded, tokens, dump, precision, ablate=()):
+    """Faults of the drafter's tensors in a dump with a draft behind every position."""
+    options = {"feed": dump, "margins": True, "ablate": set(ablate)}
+    context = {**options, "ablate": options["ablate"] - set(drafter.DRAFT_ABLATIONS)}
+    target = model.forward(loaded, np.array(tokens), precision, draft=True, **context)
+    anchors = [(p, tokens[p]) for p in range(1, len(tokens))]
+    drafts = drafter.draft(loaded, target.context, anchors, precision, **options)
+    return [
+        finding
+        for result in (target, drafts)
+        for finding in compare.compare(result, dump, loaded.config, precision)
+        if finding.name.startswith("mtp.") and not finding.ok
+    ]
+
+
+def draft_dump(cachalot, directory, tokens, work, *flags):
+    """A dump with a draft behind every position."""
+    return score(cachalot, directory, [tokens], work, "--spec", "dspark", "--chunk", 1, *flags)[1][0]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("precision", ["f32", "official"])
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_every_draft_tensor_agrees(cachalot, checkpoint, tmp_path, name, precision, backend):
+    directory = checkpoint("t1", *DRAFTERS[name])
+    loaded = Checkpoint(directory)
+    tokens = tokens_of(30, loaded.config.vocab_size, 21)
+    dump = draft_dump(
+        cachalot, directory, tokens, tmp_path, "--precision", precision, "--backend", backend
+    )
+    assert dump["mtp.tokens"].shape == (29, loaded.config.dspark_block_size)
+    bad = draft_faults(loaded, tokens, dump, precision)
+    assert not bad, bad[:5]
+
+
+@pytest.mark.parametrize("precision", ["f32", "official"])
+def test_every_draft_ablation_is_noticed(cachalot, checkpoint, tmp_path, precision):
+    directory = checkpoint("t1")
+    loaded = Checkpoint(directory)
+    tokens = tokens_of(30, loaded.config.vocab_size, 22)
+    dump = draft_dump(cachalot, directory, tokens, tmp_path, "--precision", precision)
+    for ablation in drafter.DRAFT_ABLATIONS + model.CONTEXT_ABLATIONS:
+        assert draft_faults(loaded, tokens, dump, precision, ablate={ablation}), ablation
 
 
 def test_free_running_log_probabilities(cachalot, checkpoint, tmp_path):

@@ -1,6 +1,8 @@
 // Whole-model behaviour over a synthetic t1 checkpoint: saving, rollback, refusals.
 #include "engine/generator.h"
 
+#include <cmath>
+
 #include "tests/engine/t1_fixture.h"
 
 namespace cachalot::engine {
@@ -54,10 +56,10 @@ TEST_F(GeneratorTest, A22_SaveAndRestoreAtEveryEdge) {
   }
 }
 
-// Rows that are not committed never happened: for every accepted prefix and every residue of the
-// position, the state equals that of serial decoding.
-TEST_F(GeneratorTest, RejectedRowsLeaveNoTrace) {
-  const auto runtime = open();
+// rows that are not committed never happened: for every accepted prefix and every residue of
+// the position, the state, with the drafter's, equals that of serial decoding.
+TEST_F(GeneratorTest, A38_RejectedRowsLeaveNoTrace) {
+  const auto runtime = open({.draft = true});
   const auto runner = make_runner(*runtime);
   const std::vector<int32_t> draft = tokens(4, 7), after = tokens(3, 8);
   for (int64_t length : {1, 2, 7, 8, 15, 16}) {
@@ -246,6 +248,206 @@ TEST_F(GeneratorTest, StopIdsStopStringsAndEos) {
   request.stop = {text.substr(4, 2)};
   const auto cut = generator.generate({request});
   EXPECT_EQ((*cut)[0].text, text.substr(0, text.find(request.stop[0])));
+}
+
+// Drafter ---------------------------------------------------------------------------------------
+
+// Logits and confidences of the best drafts behind `anchor`.
+std::vector<float> drafts(model::StepRunner& runner,
+                          kvcache::SequenceCache& cache,
+                          int32_t anchor) {
+  const model::StepSequence sequence{.view = &cache.view(), .tokens = {&anchor, 1}};
+  EXPECT_TRUE(runner.draft({&sequence, 1}).ok());
+  std::vector<float> all;
+  for (int k = 0; k < 3; ++k) {
+    const auto next = runner.next_draft({&anchor, 1});
+    EXPECT_TRUE(next.ok()) << next.error().message();
+    const float* logits = next->logits.as<float>();
+    all.insert(all.end(), logits, logits + 512);
+    all.push_back(next->confidence.as<float>()[0]);
+    anchor = static_cast<int32_t>(std::max_element(logits, logits + 512) - logits);
+  }
+  return all;
+}
+
+// The same drafts whether the context came from one prefill, from steps of one token, or from
+// verification with any number of rejected rows, and after a restore.
+TEST_F(GeneratorTest, DraftsDoNotDependOnHowTheContextCame) {
+  const auto runtime = open({.draft = true});
+  const auto runner = make_runner(*runtime);
+  const std::vector<int32_t> wrong = tokens(4, 7);
+  for (int64_t length : {1, 2, 7, 8, 9, 16, 21}) {
+    const std::vector<int32_t> ids = tokens(length);
+    const auto whole = make_cache(*runtime);
+    step(*runner, *whole, ids);
+    const std::vector<float> expected = drafts(*runner, *whole, 33);
+    EXPECT_NE(drafts(*runner, *whole, 34), expected);
+    EXPECT_EQ(drafts(*runner, *whole, 33), expected);  // a draft changes nothing
+    const auto restored = make_cache(*runtime);
+    ASSERT_TRUE(restored->restore(whole->save().value()).ok());
+    EXPECT_EQ(drafts(*runner, *restored, 33), expected);
+    for (int64_t verified : {1, 2, 3, 4}) {
+      // Steps of `verified` right tokens and some wrong ones behind them.
+      const auto cache = make_cache(*runtime);
+      for (int64_t at = 0; at < length; at += verified) {
+        const int64_t right = std::min(verified, length - at);
+        std::vector<int32_t> rows(ids.begin() + at, ids.begin() + at + right);
+        rows.insert(rows.end(), wrong.begin(), wrong.begin() + (4 - right));
+        step(*runner, *cache, rows, static_cast<int32_t>(right));
+      }
+      EXPECT_EQ(drafts(*runner, *cache, 33), expected) << length << " " << verified;
+    }
+  }
+}
+
+// Drafts of several requests in one call are those of each alone.
+TEST_F(GeneratorTest, DraftsDoNotDependOnTheirNeighbours) {
+  const auto runtime = open({.draft = true});
+  const auto runner = make_runner(*runtime);
+  std::vector<std::unique_ptr<kvcache::SequenceCache>> caches;
+  std::vector<std::vector<float>> expected;
+  const std::vector<int32_t> anchors = {5, 90, 400};
+  for (size_t i = 0; i < 3; ++i) {
+    caches.push_back(make_cache(*runtime));
+    step(*runner, *caches[i], tokens(static_cast<int64_t>(3 + 7 * i), i));
+    expected.push_back(drafts(*runner, *caches[i], anchors[i]));
+  }
+  std::vector<model::StepSequence> sequences;
+  for (size_t i = 0; i < 3; ++i) {
+    sequences.push_back({.view = &caches[i]->view(), .tokens = {&anchors[i], 1}});
+  }
+  ASSERT_TRUE(runner->draft(sequences).ok());
+  std::vector<int32_t> previous = anchors;
+  for (size_t k = 0; k < 3; ++k) {
+    const auto next = runner->next_draft(previous);
+    for (size_t i = 0; i < 3; ++i) {
+      const float* logits = next->logits.as<float>() + i * 512;
+      EXPECT_TRUE(
+          std::equal(logits, logits + 512, expected[i].begin() + static_cast<long>(k) * 513));
+      EXPECT_EQ(next->confidence.as<float>()[i], expected[i][k * 513 + 512]);
+      previous[i] = static_cast<int32_t>(std::max_element(logits, logits + 512) - logits);
+    }
+  }
+}
+
+TEST_F(GeneratorTest, TheTargetDoesNotSeeTheDrafter) {
+  const auto plain = open(), drafting = open({.draft = true});
+  const auto a = make_cache(*plain), b = make_cache(*drafting);
+  const auto plain_runner = make_runner(*plain), drafting_runner = make_runner(*drafting);
+  EXPECT_EQ(step(*plain_runner, *a, tokens(30)), step(*drafting_runner, *b, tokens(30)));
+}
+
+// Requests whose few likely tokens drafter and target often agree on.
+GenerateRequest biased_request(std::vector<int32_t> prompt, SamplingParams sampling) {
+  sampling.logit_bias = {{40, 30.0f}, {41, 30.0f}, {42, 30.0f}};
+  return {.prompt = std::move(prompt), .sampling = sampling, .max_tokens = 40, .ignore_eos = true};
+}
+
+void expect_same(const GenerateResult& got, const GenerateResult& want) {
+  EXPECT_EQ(got.token_ids, want.token_ids);
+  EXPECT_EQ(got.logprobs, want.logprobs);
+  EXPECT_EQ(got.text, want.text);
+  EXPECT_EQ(got.finish, want.finish);
+}
+
+// With temperature 0 speculation gives the same tokens and log-probabilities bit for bit, whatever
+// the number of drafts, the penalties, and the way a request ends.
+TEST_F(GeneratorTest, GreedySpeculationChangesNothing) {
+  const auto plain = open(), drafting = open({.draft = true});
+  std::vector<GenerateRequest> requests;
+  for (int64_t length : {1, 2, 8, 17, 30}) {
+    const std::vector<int32_t> prompt = tokens(length, static_cast<uint64_t>(length));
+    requests.push_back(biased_request(prompt, {.temperature = 0}));
+    requests.push_back(biased_request(prompt, {.temperature = 0, .frequency_penalty = 1.0f}));
+    requests.push_back({.prompt = prompt, .sampling = {.temperature = 0}, .max_tokens = 9});
+    requests.push_back(biased_request(prompt, {.temperature = 0}));
+    requests.back().stop_ids = {41};
+  }
+  const auto want = Generator(*plain, {.chunk = 16}).generate(requests);
+  ASSERT_TRUE(want.ok());
+  for (int64_t length : {0, 1, 2, 3, 9}) {
+    const auto got =
+        Generator(*drafting, {.chunk = 16, .speculation = {.length = length}}).generate(requests);
+    ASSERT_TRUE(got.ok()) << got.error().message();
+    int64_t drafted = 0, accepted = 0;
+    for (size_t i = 0; i < requests.size(); ++i) {
+      SCOPED_TRACE(testing::Message() << "request " << i << " drafts " << length);
+      expect_same((*got)[i], (*want)[i]);
+      drafted += (*got)[i].draft_tokens;
+      accepted += (*got)[i].accepted_tokens;
+    }
+    if (length > 0) {
+      // Some drafts are kept and some are not: both paths were taken.
+      EXPECT_GT(accepted, 50);
+      EXPECT_LT(accepted, drafted - 50);
+    }
+  }
+}
+
+// Sampled output with a fixed number of drafts depends on the request alone, and has the
+// distribution of plain decoding.
+TEST_F(GeneratorTest, SampledSpeculation) {
+  const auto plain = open(), drafting = open({.draft = true});
+  std::vector<GenerateRequest> requests;
+  constexpr size_t kRequests = 400;
+  for (size_t i = 0; i < kRequests; ++i) {
+    requests.push_back(biased_request(tokens(6), {.temperature = 1, .seed = i}));
+    requests.back().max_tokens = 3;
+  }
+  Generator generator(*drafting, {.speculation = {.length = 3}});
+  const auto drafted = generator.generate(requests);
+  const auto undrafted = Generator(*plain, {}).generate(requests);
+  ASSERT_TRUE(drafted.ok() && undrafted.ok());
+  for (size_t i : {0, 57, 399}) {
+    expect_same((*generator.generate({requests[i]}))[0], (*drafted)[i]);
+  }
+  for (size_t position = 0; position < 3; ++position) {
+    for (int32_t token : {40, 41, 42}) {
+      double share[2] = {};
+      for (size_t i = 0; i < kRequests; ++i) {
+        share[0] += (*drafted)[i].token_ids[position] == token;
+        share[1] += (*undrafted)[i].token_ids[position] == token;
+      }
+      // Four standard errors of the difference of two shares.
+      EXPECT_NEAR(share[0] / kRequests, share[1] / kRequests, 4 * std::sqrt(0.5 / kRequests));
+    }
+  }
+}
+
+// Drafts that are never worth a row are given up, too.
+TEST_F(GeneratorTest, WorthlessDraftsAreGivenUp) {
+  const auto runtime = open({.draft = true});
+  const auto runner = make_runner(*runtime);
+  const auto cache = make_cache(*runtime);
+  step(*runner, *cache, tokens(5));
+  Speculator speculator(runtime->model().config, {});
+  speculator.policy().record_step(1, 1e-3);
+  speculator.policy().record_step(2, 1e6);
+  const Sampler sampler({.temperature = 0});
+  const Speculator::Member member{
+      .view = &cache->view(), .anchor = 7, .sampler = &sampler, .most = 3};
+  int drafts = 0;
+  for (int i = 0; i < 50; ++i) {
+    const auto proposals = speculator.propose(*runner, {&member, 1});
+    ASSERT_TRUE(proposals.ok());
+    EXPECT_TRUE((*proposals)[0].empty());
+    if (speculator.drafted()) {
+      ++drafts;
+      speculator.policy().record_outcome(1, 1, 1);
+    }
+  }
+  EXPECT_GT(drafts, 0);
+  EXPECT_LT(drafts, 10);
+}
+
+// Drafts do not make a request fail that has just the room it needs.
+TEST_F(GeneratorTest, DraftsNeedNoPageOfTheirOwn) {
+  const auto runtime = open({.draft = true, .max_cached_tokens = 32});
+  GenerateRequest request = biased_request(tokens(20), {.temperature = 0});
+  request.max_tokens = 13;  // the last one is not run
+  const auto result = Generator(*runtime, {.speculation = {.length = 3}}).generate({request});
+  ASSERT_TRUE(result.ok()) << result.error().message();
+  EXPECT_EQ((*result)[0].token_ids.size(), 13u);
 }
 
 TEST_F(GeneratorTest, MissingCheckpointsSaySo) {

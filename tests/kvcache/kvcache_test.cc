@@ -140,6 +140,39 @@ TEST(SequenceCache, RowsDoNotOverlap) {
   fill(true);
 }
 
+// The drafter's rings lie behind those of the layers, and a record carries them.
+TEST(SequenceCache, DraftRingsArePartOfTheState) {
+  CacheLayout layout = small_layout();
+  const int64_t without = layout.window_bytes();
+  layout.draft_stages = 2;
+  EXPECT_EQ(layout.window_bytes(), without / 3 * 5);
+  Pools pools(layout), plain(small_layout());
+  const auto cache = pools.make(), other = pools.make();
+  ASSERT_EQ(cache->view().rings.size(), 5u);
+  ASSERT_TRUE(cache->reserve(9).ok());
+  cache->view().length = 9;
+  const int64_t ring_bytes = layout.window * layout.window_row_bytes;
+  for (size_t ring = 0; ring < 5; ++ring) {
+    std::memset(
+        cache->view().rings[ring], static_cast<int>(ring + 1), static_cast<size_t>(ring_bytes));
+  }
+  for (size_t source = 0; source < 2; ++source) {
+    for (int64_t i = 0; i < 9 / layout.ratios[source]; ++i) {
+      std::memset(cache->view().sources[source].main.row(i), 7, 36);
+      std::memset(cache->view().sources[source].index.row(i), 8, 17);
+    }
+  }
+  std::memset(cache->view().sources[0].open_group, 0, 2 * 8 * 4);
+  const std::string record = *cache->save();
+  ASSERT_TRUE(other->restore(record).ok());
+  for (size_t ring = 0; ring < 5; ++ring) {
+    EXPECT_EQ(other->view().rings[ring][0], ring + 1);
+    EXPECT_EQ(other->view().rings[ring][ring_bytes - 1], ring + 1);
+  }
+  const auto undrafted = plain.make();
+  EXPECT_EQ(undrafted->restore(record).code(), Code::kDataLoss);
+}
+
 TEST(SequenceCache, ReserveFailsWithoutSideEffects) {
   const CacheLayout layout = small_layout();
   Pools pools(layout, 2);

@@ -75,6 +75,24 @@ TEST(Config, PresetsHaveEveryLayerMode) {
   }
 }
 
+TEST(Config, DraftStagesCountOnBehindTheLayers) {
+  const ModelConfig config = preset("v41-flash");
+  const std::vector<LayerSpec> stages = draft_schedule(config), layers = layer_schedule(config);
+  ASSERT_EQ(stages.size(), 3u);
+  for (int64_t s = 0; s < 3; ++s) {
+    const LayerSpec& stage = stages[static_cast<size_t>(s)];
+    EXPECT_EQ(stage.index, 40 + s);
+    EXPECT_EQ(stage.stage, s);
+    EXPECT_EQ(stage.mode, LayerMode::kWindow);
+    EXPECT_EQ(stage.experts_per_token, 3);
+  }
+  for (const LayerSpec& layer : layers) {
+    EXPECT_EQ(layer.tap, layer.index < 37 ? -1 : layer.index - 37);
+    EXPECT_EQ(layer.stage, -1);
+    EXPECT_EQ(layer.experts_per_token, 6);
+  }
+}
+
 TEST(Config, UnknownPresetListsTheNames) {
   const auto result = preset_config("t2");
   ASSERT_FALSE(result.ok());

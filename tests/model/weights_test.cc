@@ -165,8 +165,16 @@ TEST(ResolveWeights, FillsExactlyTheFieldsOfEachMode) {
       return TensorView(byte.data(), t.dtype, t.shape);
     });
     for (const auto& [name, tensor] : tensors) {
-      EXPECT_EQ(asked.contains(name), !name.starts_with("mtp.")) << name;
+      EXPECT_TRUE(asked.contains(name)) << name;
     }
+    const DraftWeights& draft = weights.draft;
+    ASSERT_EQ(draft.stages.size(), 1u);
+    EXPECT_EQ(draft.main_proj.in, 3 * 64);
+    EXPECT_EQ(draft.confidence.in, 64 + 16);
+    EXPECT_FALSE(draft.main_norm.empty() || draft.norm.empty() || draft.markov_embed.empty() ||
+                 draft.markov_head.empty());
+    EXPECT_TRUE(draft.stages[0].attn.compressor.wkv.empty());
+    EXPECT_EQ(draft.stages[0].moe.experts.size(), 4u);
     ASSERT_EQ(weights.layers.size(), 10u);
     for (size_t l = 0; l < 10; ++l) {
       const LayerWeights& layer = weights.layers[l];

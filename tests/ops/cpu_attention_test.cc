@@ -106,6 +106,34 @@ TEST(CpuQkvFinish, MatchesRef) {
   }
 }
 
+// Rows without a query, as the drafter's context has them, get the same window rows.
+TEST(CpuQkvFinish, WindowRowsAlone) {
+  Random random(4);
+  for (DType act : kActs) {
+    const Buffer t = random.activations(act, {5, 96}), kv = random.activations(act, {5, 64});
+    const Buffer q_norm = random.normals(DType::kBF16, {96}, 0.1, 1.0);
+    const Buffer kv_norm = random.normals(DType::kBF16, {64}, 0.1, 0.4);
+    const Buffer rope = test::rope_rows(TestStep({{.start = 1000, .rows = 5}}), 8);
+    for (OpContext* ctx : {&test::ref(), &test::cpu()}) {
+      Buffer r(act, {5, 96}), with_query(DType::kU8, {5, quant::window_row_bytes(64)});
+      Buffer alone = with_query;
+      QkvFinishArgs args{.t = t.view(),
+                         .q_norm = q_norm.view(),
+                         .kv = kv.view(),
+                         .kv_norm = kv_norm.view(),
+                         .rope = rope.view(),
+                         .rms_eps = 1e-20f,
+                         .r = r.view(),
+                         .fresh = with_query.view()};
+      EXPECT_TRUE(qkv_finish(*ctx, args).ok());
+      args.t = args.q_norm = args.r = {};
+      args.fresh = alone.view();
+      EXPECT_TRUE(qkv_finish(*ctx, args).ok());
+      EXPECT_TRUE(same_bits(alone, with_query));
+    }
+  }
+}
+
 TEST(CpuWindowCommit, MatchesRef) {
   Random random(2);
   for (int64_t window : {4, 8, 128}) {
@@ -557,14 +585,15 @@ struct AttendInput {
               int64_t h,
               int64_t head_dim,
               int64_t window_rows,
-              int64_t picks)
+              int64_t picks,
+              int64_t block = 0)
       : step(std::move(specs)),
         heads(h),
         k(head_dim),
         q(random.normals(act, {step.count(), h * head_dim}, 3.0)),
         rope(test::rope_rows(step, head_dim / 4)),
         sink(random.normals(DType::kF32, {h})),
-        window(random, step, window_rows, head_dim),
+        window(random, step, window_rows, head_dim, block),
         main(random,
              static_cast<int64_t>(step.specs().size()),
              kEntries,
@@ -653,6 +682,77 @@ TEST(CpuAttend, MatchesRef) {
       }
     }
   }
+}
+
+struct BlockCase {
+  std::vector<SequenceSpec> specs;
+  int64_t h, k, window;
+};
+
+std::vector<BlockCase> block_cases() {
+  return {
+      {{{.start = 1, .rows = 3}}, 1, 32, 8},
+      {{{.start = 7, .rows = 5}, {.start = 8, .rows = 5}, {.start = 40, .rows = 5}}, 6, 64, 8},
+      {{{.start = 300, .rows = 5}}, 33, 64, 128},
+      {{{.start = 90, .rows = 2, .floor = 85}}, 64, 512, 128},
+  };
+}
+
+TEST(CpuAttend, DraftBlocksMatchRef) {
+  Random random(26);
+  for (const BlockCase& c : block_cases()) {
+    for (DType act : kActs) {
+      SCOPED_TRACE(testing::Message() << "heads " << c.h << " dim " << c.k << dtype_name(act));
+      const AttendInput in(random, c.specs, act, c.h, c.k, c.window, 1, c.specs[0].rows);
+      const Buffer want = run_attend(test::ref(), in, false);
+      test::on_every_instruction_set([&] {
+        EXPECT_TRUE(close(run_attend(test::cpu(), in, false), want, attend_tolerance(act)));
+      });
+      EXPECT_TRUE(
+          same_bits(run_attend(test::cpu(0), in, false), run_attend(test::cpu(3), in, false)));
+    }
+  }
+}
+
+// Every row of a block sees the W positions before it and the whole block, no more and no less.
+TEST(CpuAttend, ADraftBlockSeesItsWindowAndItself) {
+  constexpr int64_t kWindow = 8, kBlock = 3, kDim = 32, kStart = 20;
+  Random random(27);
+  AttendInput in(
+      random, {{.start = kStart, .rows = kBlock}}, DType::kF32, 2, kDim, kWindow, 1, kBlock);
+  const int64_t bytes = quant::window_row_bytes(kDim);
+  for (OpContext* ctx : {&test::ref(), &test::cpu()}) {
+    const Buffer before = run_attend(*ctx, in, false);
+    const auto changes = [&](uint8_t* row) {
+      std::vector<uint8_t> kept(row, row + bytes);
+      for (int64_t i = 0; i < kDim; ++i) {
+        row[i] ^= 0x80;  // the other sign
+      }
+      const Buffer after = run_attend(*ctx, in, false);
+      std::copy(kept.begin(), kept.end(), row);
+      int64_t rows = 0;
+      for (int64_t r = 0; r < kBlock; ++r) {
+        rows += same_bits(part(after, r, 1), part(before, r, 1)) ? 0 : 1;
+      }
+      return rows;
+    };
+    for (int64_t slot = 0; slot < kWindow; ++slot) {
+      EXPECT_EQ(changes(in.window.rings()[0].data() + slot * bytes), kBlock) << slot;
+    }
+    for (int64_t row = 0; row < kBlock; ++row) {
+      EXPECT_EQ(changes(in.window.fresh().bytes.data() + row * bytes), kBlock) << row;
+    }
+  }
+  AttendInput uneven(
+      random, {{.start = 5, .rows = 3}, {.start = 5, .rows = 2}}, DType::kF32, 2, kDim, 8, 1, 3);
+  Buffer o(DType::kF32, uneven.q.shape);
+  AttendArgs args{.rows = uneven.step.rows(),
+                  .q = uneven.q.view(),
+                  .rope = uneven.rope.view(),
+                  .window = uneven.window.view(),
+                  .sink = uneven.sink.view(),
+                  .o = o.view()};
+  EXPECT_EQ(attend(test::cpu(), args).code(), Code::kInvalidArgument);
 }
 
 // The same query alone, with the keys in its ring, and among its neighbours, with the keys fresh.

@@ -214,7 +214,8 @@ TEST(CpuGate, MatchesRef) {
   struct Case {
     int64_t t, e, d, k;
   };
-  for (const Case& c : {Case{1, 8, 64, 2}, {7, 16, 96, 3}, {40, 33, 160, 6}, {3, 384, 512, 6}}) {
+  for (const Case& c :
+       {Case{1, 8, 64, 2}, {7, 16, 96, 3}, {40, 33, 160, 6}, {3, 384, 512, 6}, {9, 4, 64, 1}}) {
     for (DType act : {DType::kF32, DType::kBF16}) {
       GateInput in = random_gate(random, act, c.t, c.e, c.d, c.k);
       in.temperature = 1.25f;
@@ -225,6 +226,31 @@ TEST(CpuGate, MatchesRef) {
         EXPECT_TRUE(close(got.weights, want.weights, {1e-5, 1e-5}));
         EXPECT_TRUE(same_bits(run_gate(test::cpu(), in, want.experts.view()).weights, got.weights));
       });
+    }
+  }
+}
+
+// Several experts share routed_scaling_factor; a single one keeps its score, which normalized would
+// be the constant 1.
+TEST(CpuGate, ASingleExpertKeepsItsScore) {
+  Random random(13);
+  for (OpContext* ctx : {&test::ref(), &test::cpu()}) {
+    for (int64_t k : {1, 2, 4}) {
+      GateInput in = random_gate(random, DType::kF32, 6, 4, 32, k);
+      const GateOutput got = run_gate(*ctx, in);
+      for (int64_t t = 0; t < 6; ++t) {
+        double sum = 0, score = 0;
+        for (int64_t i = 0; i < k; ++i) {
+          sum += got.weights.at(t * k + i);
+          double logit = 0;
+          for (int64_t j = 0; j < 32; ++j) {
+            logit += static_cast<double>(in.x.at(t * 32 + j)) *
+                     in.weight.values.at(got.experts.view().as<int32_t>()[t * k + i] * 32 + j);
+          }
+          score = std::sqrt(std::log1p(std::exp(logit)));
+        }
+        EXPECT_NEAR(sum, k == 1 ? 1.5 * score : 1.5, 1e-5 * sum);
+      }
     }
   }
 }

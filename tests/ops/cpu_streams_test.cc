@@ -224,6 +224,117 @@ TEST(CpuHead, MatchesRef) {
   }
 }
 
+// Drafter
+// ------------------------------------------------------------------------------------------
+
+TEST(CpuHcCollapse, MatchesRef) {
+  Random random(20);
+  for (const Shape3& s : kShapes) {
+    for (DType act : {DType::kF32, DType::kBF16}) {
+      for (bool pending : {true, false}) {
+        SiteInput in = random_site(random, act, s, DType::kBF16);
+        in.pending = pending;
+        const auto run = [&](OpContext& ctx) {
+          Buffer out(act, {s.t, s.d + 7});
+          const Status status = hc_collapse(ctx,
+                                            {.x = in.x.view(),
+                                             .pending = in.view(),
+                                             .pre = in.pre.view(),
+                                             .column = 4,
+                                             .out = out.view()});
+          EXPECT_TRUE(status.ok()) << status.message();
+          return out;
+        };
+        const Buffer got = run(test::cpu());
+        // The columns around it keep their NaN.
+        EXPECT_TRUE(close(got, run(test::ref()), test::row_tolerance(act)));
+        EXPECT_TRUE(same_bits(run(test::cpu(0)), got));
+        EXPECT_TRUE(same_bits(run(test::cpu(3)), got));
+      }
+    }
+  }
+  Buffer x(DType::kF32, {1, 4, 8}), pre(DType::kF32, {1, 4}), out(DType::kF32, {1, 15});
+  EXPECT_EQ(
+      hc_collapse(test::cpu(), {.x = x.view(), .pre = pre.view(), .column = 8, .out = out.view()})
+          .code(),
+      Code::kInvalidArgument);
+}
+
+TEST(CpuRmsNorm, MatchesRef) {
+  Random random(21);
+  for (int64_t d : {1, 33, 64, 5120}) {
+    for (DType act : {DType::kF32, DType::kBF16}) {
+      for (DType weight : {DType::kF32, DType::kBF16}) {
+        const Buffer x = random.activations(act, {5, d}),
+                     norm = random.normals(weight, {d}, 0.1, 1);
+        const auto run = [&](OpContext& ctx, int64_t begin, int64_t count) {
+          Buffer y(act, {count, d});
+          EXPECT_TRUE(rms_norm(ctx,
+                               {.x = x.view().rows(begin, count),
+                                .norm = norm.view(),
+                                .rms_eps = 1e-20f,
+                                .y = y.view()})
+                          .ok());
+          return y;
+        };
+        const Buffer got = run(test::cpu(), 0, 5);
+        EXPECT_TRUE(close(got, run(test::ref(), 0, 5), test::row_tolerance(act)));
+        EXPECT_EQ(run(test::cpu(0), 4, 1).floats().back(), got.floats().back());
+      }
+    }
+  }
+}
+
+TEST(CpuDraftHead, MatchesRef) {
+  Random random(22);
+  struct Case {
+    int64_t n, t, d, v, r;
+  };
+  for (const Case& c : {Case{1, 3, 64, 101, 16}, {4, 20, 40, 37, 5}, {9, 45, 96, 200, 33}}) {
+    for (DType act : {DType::kF32, DType::kBF16}) {
+      for (WeightFormat format : {WeightFormat::kBF16, WeightFormat::kF32}) {
+        const Buffer x = random.activations(act, {c.t, c.d});
+        const Buffer base = random.normals(DType::kF32, {c.t, c.v}, 2);
+        const WeightBuffer embed = random_weight(random, format, c.v, c.r, 0.5);
+        const WeightBuffer head = random_weight(random, format, c.v, c.r, 0.3);
+        const WeightBuffer proj = random_weight(random, format, 1, c.d + c.r, 0.3);
+        Buffer select(DType::kI32, {c.n}), previous(DType::kI32, {c.n});
+        for (int64_t i = 0; i < c.n; ++i) {
+          select.view().as<int32_t>()[i] = static_cast<int32_t>(random.integer(0, c.t));
+          previous.view().as<int32_t>()[i] = static_cast<int32_t>(random.integer(0, c.v));
+        }
+        const auto run = [&](OpContext& ctx) {
+          std::pair<Buffer, Buffer> out{Buffer(DType::kF32, {c.n, c.v}),
+                                        Buffer(DType::kF32, {c.n})};
+          const Status status = draft_head(ctx,
+                                           {.select = select.view(),
+                                            .previous = previous.view(),
+                                            .x = x.view(),
+                                            .base = base.view(),
+                                            .embed = embed.view(),
+                                            .head = head.view(),
+                                            .proj = proj.view(),
+                                            .logits = out.first.view(),
+                                            .confidence = out.second.view()});
+          EXPECT_TRUE(status.ok()) << status.message();
+          return out;
+        };
+        const auto got = run(test::cpu()), want = run(test::ref());
+        EXPECT_TRUE(close(got.first, want.first, test::kDotF32));
+        // One sum may cancel: in units of the spread of such sums.
+        const double spread = 0.3 * std::sqrt(static_cast<double>(c.d + c.r));
+        for (int64_t i = 0; i < c.n; ++i) {
+          EXPECT_NEAR(got.second.at(i), want.second.at(i), test::kDotF32.of_rms * spread);
+        }
+        for (int threads : {0, 3}) {
+          EXPECT_TRUE(same_bits(run(test::cpu(threads)).first, got.first));
+          EXPECT_TRUE(same_bits(run(test::cpu(threads)).second, got.second));
+        }
+      }
+    }
+  }
+}
+
 // Engram
 // -------------------------------------------------------------------------------------------
 

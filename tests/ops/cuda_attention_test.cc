@@ -85,6 +85,26 @@ TEST_F(CudaAttention, QkvFinish) {
   }
 }
 
+TEST_F(CudaAttention, WindowRowsWithoutQueries) {
+  Random random(3);
+  for (DType act : kActs) {
+    const Buffer kv = random.activations(act, {5, 512});
+    const Buffer kv_norm = random.normals(DType::kBF16, {512}, 0.1, 0.4);
+    const Buffer rope = test::rope_rows(TestStep({{.start = 1000, .rows = 5}}), 32);
+    const auto both = on_both([&](Side& side) {
+      Buffer fresh(DType::kU8, {5, quant::window_row_bytes(512)});
+      side.finish(qkv_finish(side.ctx(),
+                             {.kv = side.in(kv),
+                              .kv_norm = side.in(kv_norm),
+                              .rope = side.in(rope),
+                              .rms_eps = 1e-20f,
+                              .fresh = side.out(fresh)}));
+      return fresh;
+    });
+    EXPECT_LE(test::differing_share(both.got.bytes, both.want.bytes), code_share(act));
+  }
+}
+
 // Rows of +-1 have an RMS of exactly 1 and no rotation is applied, so that the norm weight reaches
 // the quantizer unchanged: the codes must then be those of the reference, bit for bit.
 TEST_F(CudaAttention, QuantizersAreExact) {
@@ -453,12 +473,13 @@ struct AttendInput {
               int64_t rotary_half,
               int64_t width,
               int64_t window_rows,
-              int64_t entries)
+              int64_t entries,
+              int64_t block = 0)
       : step(std::move(specs)),
         q(random.activations(act, {step.count(), h * k}, 0.5)),
         rope(test::rope_rows(step, rotary_half)),
         sink(random.normals(DType::kF32, {h})),
-        window(random, step, window_rows, k),
+        window(random, step, window_rows, k, block),
         pages(random,
               static_cast<int64_t>(step.specs().size()),
               entries,
@@ -540,6 +561,23 @@ TEST_F(CudaAttention, Attend) {
             close(both.got, both.want, act == DType::kF32 ? test::kAttendF32 : test::kAttendBf16))
             << "h " << c.h << " k " << c.k << " main " << with_main;
       }
+    }
+  }
+}
+
+TEST_F(CudaAttention, DraftBlocks) {
+  Random random(24);
+  const std::vector<AttendCase> cases = {
+      {{{.start = 1, .rows = 3}, {.start = 40, .rows = 3}}, 2, 48, 8, 1, 8, 50},
+      {{{.start = 7, .rows = 5}, {.start = 300, .rows = 5}}, 64, 512, 32, 1, 128, 310},
+  };
+  for (const AttendCase& c : cases) {
+    for (DType act : kActs) {
+      AttendInput in(
+          random, c.specs, act, c.h, c.k, c.half, c.width, c.window, c.entries, c.specs[0].rows);
+      const auto both = on_both([&](Side& side) { return run_attend(side, in, false); });
+      EXPECT_TRUE(
+          close(both.got, both.want, act == DType::kF32 ? test::kAttendF32 : test::kAttendBf16));
     }
   }
 }

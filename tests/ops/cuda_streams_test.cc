@@ -238,6 +238,91 @@ TEST_F(CudaStreams, Head) {
   }
 }
 
+// Drafter
+// -------------------------------------------------------------------------------------------
+
+TEST_F(CudaStreams, HcCollapse) {
+  Random random(30);
+  for (DType act : kActs) {
+    for (const StreamCase& c : {StreamCase{1, 4, 20}, {3, 2, 40}, {9, 4, 5120}}) {
+      const StreamInput in(random, act, c.t, c.m, c.d);
+      const auto both = on_both([&](Side& side) {
+        Buffer out(act, {c.t, c.d + 7});
+        side.finish(hc_collapse(side.ctx(),
+                                {.x = side.in(in.x),
+                                 .pending = in.pending(side),
+                                 .pre = side.in(in.pre),
+                                 .column = 4,
+                                 .out = side.out(out)}));
+        return out;
+      });
+      EXPECT_TRUE(close(both.got, both.want, test::row_tolerance(act)));
+    }
+  }
+}
+
+TEST_F(CudaStreams, RmsNorm) {
+  Random random(31);
+  for (DType act : kActs) {
+    for (int64_t d : {20, 256, 5120}) {
+      const Buffer x = random.activations(act, {5, d});
+      const Buffer norm = random.normals(DType::kBF16, {d}, 0.1, 1.0);
+      const auto both = on_both([&](Side& side) {
+        Buffer y(act, {5, d});
+        side.finish(rms_norm(
+            side.ctx(),
+            {.x = side.in(x), .norm = side.in(norm), .rms_eps = 1e-20f, .y = side.out(y)}));
+        return y;
+      });
+      EXPECT_TRUE(close(both.got, both.want, test::row_tolerance(act)));
+    }
+  }
+}
+
+struct DraftHeadOutput {
+  Buffer logits, confidence;
+};
+
+TEST_F(CudaStreams, DraftHead) {
+  Random random(32);
+  for (DType act : kActs) {
+    for (WeightFormat format : {WeightFormat::kBF16, WeightFormat::kF32}) {
+      const int64_t n = 4, t = 20, d = 96, v = 301, r = 48;
+      const Buffer x = random.activations(act, {t, d});
+      const Buffer base = random.normals(DType::kF32, {t, v}, 2);
+      const auto embed = test::random_weight(random, format, v, r, 0.5);
+      const auto head = test::random_weight(random, format, v, r, 0.3);
+      const auto proj = test::random_weight(random, format, 1, d + r, 0.3);
+      Buffer select(DType::kI32, {n}), previous(DType::kI32, {n});
+      for (int64_t i = 0; i < n; ++i) {
+        ints(select)[i] = static_cast<int32_t>(5 * i + 2);
+        ints(previous)[i] = static_cast<int32_t>(random.integer(0, v));
+      }
+      const auto both = on_both([&](Side& side) {
+        DraftHeadOutput out{Buffer(DType::kF32, {n, v}), Buffer(DType::kF32, {n})};
+        side.finish(draft_head(side.ctx(),
+                               {.select = side.in(select),
+                                .previous = side.in(previous),
+                                .x = side.in(x),
+                                .base = side.in(base),
+                                .embed = side.weight(embed),
+                                .head = side.weight(head),
+                                .proj = side.weight(proj),
+                                .logits = side.out(out.logits),
+                                .confidence = side.out(out.confidence)}));
+        return out;
+      });
+      EXPECT_TRUE(close(both.got.logits, both.want.logits, test::kDotF32));
+      // One sum may cancel: in units of the spread of such sums.
+      const double spread = 0.3 * std::sqrt(static_cast<double>(d + r));
+      for (int64_t i = 0; i < n; ++i) {
+        EXPECT_NEAR(
+            both.got.confidence.at(i), both.want.confidence.at(i), test::kDotF32.of_rms * spread);
+      }
+    }
+  }
+}
+
 // Router
 // --------------------------------------------------------------------------------------------
 
@@ -251,7 +336,8 @@ TEST_F(CudaStreams, Gate) {
     int64_t t, d, e, k;
   };
   for (DType act : kActs) {
-    for (const Case& c : {Case{1, 256, 384, 6}, {9, 40, 12, 3}, {33, 512, 64, 6}, {2, 32, 4, 4}}) {
+    for (const Case& c :
+         {Case{1, 256, 384, 6}, {9, 40, 12, 3}, {33, 512, 64, 6}, {2, 32, 4, 4}, {9, 64, 4, 1}}) {
       const Buffer x = random.activations(act, {c.t, c.d});
       const auto weight =
           test::random_weight(random, WeightFormat::kBF16, c.e, c.d, 1 / std::sqrt(c.d));

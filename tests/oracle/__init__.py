@@ -7,6 +7,7 @@ derived from the engine, or the two would share their mistakes.
     checkpoint         config.json and safetensors
     engram             token classes, table primes, multipliers, row ids
     model              the forward pass, its ablations and its margins
+    drafter            blocks of draft tokens behind the target's context
     compare            rules for judging another implementation's dump
     run                command line, the counterpart of `cachalot score`
     random_checkpoint  small random checkpoints for the oracle's own tests

@@ -103,9 +103,16 @@ class Config:
         self.gate_temp = text.get("gate_temp", 1.0)
         self.rope_scaling = text.get("rope_scaling")
         self.layers = range(self.num_hidden_layers)
+        self.stages = range(text.get("num_nextn_predict_layers", 0))
 
     def ratio(self, layer):
         return self.compress_ratios[layer]
+
+    def experts_per_token(self, layer):
+        """Draft stages count on behind the backbone's layers."""
+        if layer < self.num_hidden_layers:
+            return self.num_experts_per_tok
+        return self.dspark_num_experts_per_tok
 
     def kv_source(self, layer):
         return max(s for s in self.kv_source_layer_ids if s <= layer)

@@ -37,6 +37,7 @@ QUERY_FLIP = 0.05
 FLIPPED, CODES_FLIPPED, FLIP_ULPS = 0.33, 0.01, 64
 QUANTIZERS = {
     "window_codes": (formats.FP8, "head_dim"),
+    "context_codes": (formats.FP8, "head_dim"),
     "main_codes": (formats.FP4_MAIN, "head_dim"),
     "index_codes": (formats.FP4_INDEX, "index_head_dim"),
 }
@@ -45,6 +46,7 @@ SETS = {
     "candidates": "candidate_topk_blocks",
     "experts": "num_experts_per_tok",
 }
+DRAFT_SETS = SETS | {"experts": "dspark_num_experts_per_tok"}
 
 
 @dataclass
@@ -163,8 +165,13 @@ def compare(reference, dump, config, precision):
             width = getattr(config, width)
             share = 0.0 if precision == "f32" else CODES_FLIPPED
             findings.append(compare_codes(name, a, b, distances, quantizer, width, near, share))
+        elif name == "mtp.tokens":
+            # One token per row of logits; a fed token may differ only in a near tie.
+            findings.append(
+                compare_sets(name, a.reshape(-1, 1), b.reshape(-1, 1), 1, reference.scores[name], near)
+            )
         elif kind in SETS:
-            k = getattr(config, SETS[kind])
+            k = getattr(config, (DRAFT_SETS if name.startswith("mtp.") else SETS)[kind])
             query = reference.distances.get(name.rpartition(".")[0] + ".index_q")
             bound = near
             if query is not None and kind != "experts":

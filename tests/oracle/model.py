@@ -37,6 +37,9 @@ ABLATIONS = (
     "engram-zero",
 )
 
+# Faults of the drafter (drafter.py); the first ones act on the context that the target computes.
+CONTEXT_ABLATIONS = ("tap-outputs", "tap-first-stream", "no-main-norm")
+
 KEY_BLOCK = 64  # keys per block of the reference's online softmax
 ROUTER_EPS = 1e-20
 ROW_CHUNK = 64  # query rows per gather, to bound memory
@@ -132,12 +135,14 @@ class Result:
     distances  of the codes in the dump: name -> (per element, per block scale); and
                `layers.L.index_q` [T], the nearest quantizer boundary of the index query
     scores     the scores that `selected`, `candidates` and `experts` were taken from
+    context    with `draft`: per draft stage the window rows [T, K] of the positions
     """
 
     dump: dict = field(default_factory=dict)
     margins: dict = field(default_factory=dict)
     distances: dict = field(default_factory=dict)
     scores: dict = field(default_factory=dict)
+    context: dict = field(default_factory=dict)
 
     def log_probs(self):  # [T, V]
         logits = self.dump["logits"]
@@ -147,12 +152,13 @@ class Result:
 def forward(checkpoint, tokens, precision="f32", **options):
     """Runs one request. Options:
 
-    ablate   names from ABLATIONS
+    ablate   names from ABLATIONS and, with `draft`, from CONTEXT_ABLATIONS
     force    dump tensors `layers.L.selected` and `layers.L.experts` to use instead of own choices
     feed     a dump; each tensor is computed and reported, then the fed one is used from there on,
              so that every sublayer is judged on the same inputs
     dead     [T] true at image positions
     margins  also fill margins, distances and scores
+    draft    also compute what the drafter reads of the target
     """
     return Forward(checkpoint, tokens, precision, **options).run()
 
@@ -168,10 +174,11 @@ class Forward:
         feed=None,
         dead=None,
         margins=False,
+        draft=False,
     ):
         if precision not in ("official", "f32"):
             raise ValueError(f"unknown precision {precision}")
-        if unknown := set(ablate) - set(ABLATIONS):
+        if unknown := set(ablate) - self.known_ablations():
             raise ValueError(f"unknown ablation {', '.join(sorted(unknown))}")
         self.checkpoint, self.config = checkpoint, checkpoint.config
         self.official = precision == "official"
@@ -183,7 +190,7 @@ class Forward:
             raise ValueError("tokens must be a non-empty list of vocabulary ids")
         self.positions = np.arange(len(self.tokens))
         self.dead = np.zeros(len(self.tokens), bool) if dead is None else np.asarray(dead, bool)
-        self.margins = margins
+        self.margins, self.draft = margins, draft
         self.result = Result()
         self.addressing = Addressing(self.config, checkpoint.directory)
         self.main, self.index_keys = {}, {}  # per KV source layer: [N, K], [N, index head dim]
@@ -196,6 +203,15 @@ class Forward:
             self.fp4_main = dataclasses.replace(formats.FP4_MAIN, scale_rule=rule)
 
     # ---- Bookkeeping -----------------------------------------------------------------------------
+
+    @staticmethod
+    def known_ablations():
+        return {*ABLATIONS, *CONTEXT_ABLATIONS}
+
+    def prefix(self, layer):
+        """Of tensor names. Draft stages count on behind the backbone's layers."""
+        stage = layer - self.config.num_hidden_layers
+        return f"layers.{layer}." if stage < 0 else f"mtp.{stage}."
 
     def bf16(self, x):
         """A rounding point of the reference."""
@@ -274,7 +290,7 @@ class Forward:
 
     def mix(self, layer, site, x):
         """pre [T, M], post [T, M], comb [T, M, M] of one sublayer, from the streams x [T, M, D]."""
-        config, name = self.config, f"layers.{layer}.hc_{site}_"
+        config, name = self.config, f"{self.prefix(layer)}hc_{site}_"
         streams, eps = config.hc_mult, config.hc_eps
         v = x.reshape(len(x), -1)
         m = v @ self.weight(name + "fn").T * rms_factor(v, config.rms_norm_eps)
@@ -320,7 +336,7 @@ class Forward:
     # ---- Attention -------------------------------------------------------------------------------
 
     def attention(self, layer, u):
-        config, name = self.config, f"layers.{layer}.attn."
+        config, name = self.config, self.prefix(layer) + "attn."
         compressed = config.ratio(layer) > 0
         table = self.table(compressed, self.positions)
         r = self.norm(name + "q_norm.weight", self.bf16(self.linear(name + "wq_a.weight", u)))
@@ -329,9 +345,8 @@ class Forward:
         q = self.bf16(rotate(q, table))
 
         kv = self.norm(name + "kv_norm.weight", self.bf16(self.linear(name + "wkv.weight", u)))
-        window = self.store(
-            f"layers.{layer}.window_codes", kv, table, self.fp8, formats.FP8, self.positions
-        )
+        codes = self.prefix(layer) + "window_codes"
+        window = self.store(codes, kv, table, self.fp8, formats.FP8, np.arange(len(u)))
 
         entries, selected = np.empty((0, config.head_dim)), np.empty((len(u), 0), np.int64)
         if compressed:
@@ -342,7 +357,9 @@ class Forward:
             entries = self.main[config.kv_source(layer)]
             selected = self.selected = self.point(f"layers.{layer}.selected", self.selected)
 
-        o = self.bf16(self.attend(q, window, entries, selected, self.weight(name + "attn_sink")))
+        window, recent = self.window_keys(layer, window)
+        sink = self.weight(name + "attn_sink")
+        o = self.bf16(self.attend(q, window, recent, entries, selected, sink))
         if "no-inverse-rope" not in self.ablate:
             o = self.bf16(rotate(o, table.conj()))
         groups = config.o_groups
@@ -448,13 +465,16 @@ class Forward:
         np.put_along_axis(mask, self.candidates, True, axis=1)
         return np.repeat(mask[:, :-1], size, axis=1)[:, :count]
 
-    def attend(self, q, window, entries, selected, sink):
+    def window_keys(self, layer, window):
+        """Window rows, and the ids [T, W] of those that each row sees, ascending; -1: none."""
+        recent = self.positions[:, None] + np.arange(1 - self.config.sliding_window, 1)
+        return window, np.where(recent < 0, -1, recent)
+
+    def attend(self, q, window, recent, entries, selected, sink):
         """[T, H, K]. The keys of a row: its window, ascending, then its selected entries."""
-        config, tokens = self.config, len(q)
+        tokens = len(q)
         keys = np.concatenate([window, entries])
-        recent = self.positions[:, None] + np.arange(1 - config.sliding_window, 1)
-        recent = np.where(recent < 0, -1, recent)
-        picked = np.where(selected < 0, -1, selected + tokens)
+        picked = np.where(selected < 0, -1, selected + len(window))
         index = np.concatenate([recent, picked], axis=1)
         # Blocks hold no padding: the valid keys of a row come first.
         order = np.argsort(index < 0, axis=1, kind="stable")
@@ -488,7 +508,7 @@ class Forward:
     # ---- Mixture of experts ----------------------------------------------------------------------
 
     def moe(self, layer, x):
-        config, name = self.config, f"layers.{layer}.ffn."
+        config, name = self.config, self.prefix(layer) + "ffn."
         logits = x @ self.weight(name + "gate.weight").T / config.gate_temp
         softplus = np.logaddexp(0, logits)
         # Scores are FP32: below its range they are zero and the router weights vanish.
@@ -499,18 +519,20 @@ class Forward:
             if self.dead.any():
                 bias = np.where(self.dead[:, None], self.weight(name + "gate.bias_vl"), bias)
             biased = scores + bias
-        key = f"layers.{layer}.experts"
-        chosen = self.point(key, self.decide(key, biased, config.num_experts_per_tok, "router"))
+        key, count = self.prefix(layer) + "experts", config.experts_per_token(layer)
+        chosen = self.point(key, self.decide(key, biased, count, "router"))
         source = biased if "biased-weights" in self.ablate else scores
         weights = np.take_along_axis(source, chosen, 1)
-        weights = weights / (weights.sum(axis=1, keepdims=True) + ROUTER_EPS)
+        # A single expert keeps its score: normalized it would be the constant 1.
+        if count > 1 or "normalized-single-expert" in self.ablate:
+            weights = weights / (weights.sum(axis=1, keepdims=True) + ROUTER_EPS)
         weights = weights * config.routed_scaling_factor
         total = np.zeros_like(x)
         for expert in np.unique(chosen):
             rows, slots = np.nonzero(chosen == expert)
             factor = weights[rows, slots][:, None]
             total[rows] += self.expert(f"{name}experts.{expert}.", x[rows], factor, rows)
-        return self.bf16(total + self.expert(name + "shared_experts.", x, 1, self.positions))
+        return self.bf16(total + self.expert(name + "shared_experts.", x, 1, np.arange(len(x))))
 
     def expert(self, name, x, factor, rows):
         limit = self.config.swiglu_limit
@@ -523,33 +545,74 @@ class Forward:
         h = gate * sigmoid(gate) * up * factor
         return self.bf16(self.linear(name + "w2.weight", self.bf16(h), rows))
 
+    # ---- What the drafter reads ------------------------------------------------------------------
+
+    def tap(self, x):
+        """One target layer's share of the drafter's input, from the streams before its attention."""
+        if "tap-first-stream" in self.ablate:
+            return x[:, 0]
+        return self.bf16(x.mean(axis=1))
+
+    def draft_context(self, taps):
+        """Every draft stage's window row of every position, from the taps [T, D] of the layers."""
+        config, point = self.config, self.point
+        self.nearest = np.full(len(self.positions), np.inf)
+        taps = point("mtp.taps", np.concatenate(taps, axis=1))
+        features = self.bf16(self.linear("mtp.0.main_proj.weight", taps))
+        if "no-main-norm" not in self.ablate:
+            features = self.norm("mtp.0.main_norm.weight", features)
+        features = point("mtp.features", features)
+        for stage in config.stages:
+            name = f"mtp.{stage}."
+            kv = self.bf16(self.linear(name + "attn.wkv.weight", features))
+            kv = self.norm(name + "attn.kv_norm.weight", kv)
+            table = self.table(False, self.positions)
+            self.result.context[stage] = self.store(
+                name + "context_codes", kv, table, self.fp8, formats.FP8, self.positions
+            )
+        if self.margins:
+            self.result.margins["mtp.quant"] = self.nearest
+
     # ---- The whole pass --------------------------------------------------------------------------
 
-    def run(self):
-        config, result, point = self.config, self.result, self.point
+    def sublayers(self, layer, x, carried):
+        """One layer. Each sublayer's input is collapsed with the coefficients of the one before."""
+        name, point = self.prefix(layer), self.point
+        for site, sublayer in (("attn", self.attention), ("ffn", self.moe)):
+            pre, post, comb = self.mix(layer, site, x)
+            u = self.collapse(x, pre if "no-pre-shift" in self.ablate else carried)
+            u = point(f"{name}{site}_in", self.norm(f"{name}{site}_norm.weight", u))
+            y = point(f"{name}{site}_out", sublayer(layer, u))
+            x = point(name + site, self.expand(y, x, post, comb))
+            carried = pre
+        return x, carried
+
+    def embedded(self, name):
+        """Streams [T, M, D] of the tokens, and the collapse weights before the first sublayer."""
         x = self.checkpoint.rows("embed.weight", self.tokens)
-        x = np.repeat(self.bf16(x)[:, None], config.hc_mult, axis=1)  # [T, M, D]
-        x = point("embed", x)
+        x = np.repeat(self.bf16(x)[:, None], self.config.hc_mult, axis=1)
         carried = np.zeros(x.shape[:2])
         carried[:, 0] = 1
-        shift = "no-pre-shift" not in self.ablate
+        return self.point(name, x), carried
+
+    def run(self):
+        config, result = self.config, self.result
+        x, carried = self.embedded("embed")
+        taps = []
         for layer in config.layers:
-            name = f"layers.{layer}."
             self.nearest = np.full(len(x), np.inf)
             if layer in config.engram_layer_ids:
-                x = point(name + "engram", self.engram(layer, x))
-            # Each sublayer's input is collapsed with the coefficients of the sublayer before it.
-            for site, sublayer in (("attn", self.attention), ("ffn", self.moe)):
-                pre, post, comb = self.mix(layer, site, x)
-                u = self.collapse(x, carried if shift else pre)
-                u = point(f"{name}{site}_in", self.norm(f"{name}{site}_norm.weight", u))
-                y = point(f"{name}{site}_out", sublayer(layer, u))
-                x = point(name + site, self.expand(y, x, post, comb))
-                carried = pre
+                x = self.point(f"layers.{layer}.engram", self.engram(layer, x))
+            before = x
+            x, carried = self.sublayers(layer, x, carried)
+            if self.draft and layer in config.dspark_target_layer_ids:
+                taps.append(self.tap(x if "tap-outputs" in self.ablate else before))
             if self.margins:
-                result.margins[name + "quant"] = self.nearest
+                result.margins[f"layers.{layer}.quant"] = self.nearest
         h = self.norm("norm.weight", self.collapse(x, carried))
-        logits = point("logits", h @ self.weight("head.weight").T)
+        logits = self.point("logits", h @ self.weight("head.weight").T)
+        if self.draft:
+            self.draft_context(taps)
         if self.margins:
             best = np.sort(logits, axis=1)
             result.margins["logits"] = best[:, -1] - best[:, -2]

@@ -1,8 +1,8 @@
 """Writes random checkpoints in the official format, for the oracle's own tests.
 
 The weights keep the network calm: a sublayer adds roughly a fifth of its stream's RMS, attention
-is neither flat nor one-hot, router scores are spread, logits differ by a few units. The draft
-stages and the vision tower are left out, and so is the tokenizer (the token map is the identity).
+is neither flat nor one-hot, router scores are spread, logits differ by a few units. The vision tower
+is left out, and so is the tokenizer (the token map is the identity).
 """
 
 import argparse
@@ -73,7 +73,19 @@ T1 = {
     "num_nextn_predict_layers": 0,
 }
 
-PRESETS = {"t1": T1}
+# With a drafter. Two stages, so that what flows from one to the next is seen.
+T1_DRAFT = T1 | {
+    "compress_ratios": T1["compress_ratios"] + [0, 0],
+    "num_nextn_predict_layers": 2,
+    "dspark_block_size": 3,
+    "dspark_noise_token_id": 511,
+    "dspark_target_layer_ids": [7, 8, 9],
+    "dspark_markov_rank": 16,
+    "dspark_n_routed_experts": 4,
+    "dspark_num_experts_per_tok": 1,
+}
+
+PRESETS = {"t1": T1, "t1-draft": T1_DRAFT}
 
 
 class Writer:
@@ -116,8 +128,8 @@ class Writer:
         weight[self.random.integers(0, width, max(1, width // 32))] *= -1
         self.bf16(name, weight)
 
-    def attention(self, layer):
-        c, name = self.config, f"layers.{layer}.attn."
+    def attention(self, layer, prefix):
+        c, name = self.config, prefix + "attn."
         inputs = c.num_attention_heads // c.o_groups * c.head_dim
         unit = (0.025 * c.hidden_size**0.5) ** -1  # undoes the small attn_norm
         self.fp8(name + "wq_a.weight", self.normal((c.q_lora_rank, c.hidden_size), unit))
@@ -146,14 +158,14 @@ class Writer:
             shape = (c.index_n_heads, c.hidden_size)
             self.bf16(name + "indexer.weights_proj.weight", self.normal(shape, unit))
 
-    def experts(self, layer):
-        c, name = self.config, f"layers.{layer}.ffn."
+    def experts(self, prefix, count):
+        c, name = self.config, prefix + "ffn."
         unit = (0.2 * c.hidden_size**0.5) ** -1
         inner = c.moe_intermediate_size
-        self.bf16(name + "gate.weight", self.normal((c.n_routed_experts, c.hidden_size), 3 * unit))
-        self.f32(name + "gate.bias", self.normal(c.n_routed_experts, 0.3))
-        self.f32(name + "gate.bias_vl", self.normal(c.n_routed_experts, 0.3))
-        members = [f"experts.{e}." for e in range(c.n_routed_experts)] + ["shared_experts."]
+        self.bf16(name + "gate.weight", self.normal((count, c.hidden_size), 3 * unit))
+        self.f32(name + "gate.bias", self.normal(count, 0.3))
+        self.f32(name + "gate.bias_vl", self.normal(count, 0.3))
+        members = [f"experts.{e}." for e in range(count)] + ["shared_experts."]
         for member in members:
             kind, quantize = "I8", formats.quantize_fp4
             if member == "shared_experts.":
@@ -176,8 +188,8 @@ class Writer:
         for tensor in ("q_weight", "k_weight"):
             self.bf16(name + tensor, 1 + self.normal((c.hc_mult, c.hidden_size), 0.2))
 
-    def streams(self, layer, site):
-        c, name = self.config, f"layers.{layer}.hc_{site}_"
+    def streams(self, prefix, site):
+        c, name = self.config, f"{prefix}hc_{site}_"
         m, width = c.hc_mult, c.hc_mult * c.hidden_size
         self.f32(name + "fn", self.normal(((2 + m) * m, width), width**-0.5))
         base = self.normal((2 + m) * m, 0.3)
@@ -185,17 +197,33 @@ class Writer:
         self.f32(name + "base", base)
         self.f32(name + "scale", 0.3 + self.normal(3, 0.05))
 
+    def block(self, layer, prefix, experts):
+        self.attention(layer, prefix)
+        self.norm(prefix + "attn_norm.weight", self.config.hidden_size, 0.025)
+        self.streams(prefix, "attn")
+        self.experts(prefix, experts)
+        self.norm(prefix + "ffn_norm.weight", self.config.hidden_size, 0.2)
+        self.streams(prefix, "ffn")
+
+    def drafter(self):
+        c = self.config
+        first, last = "mtp.0.", f"mtp.{c.stages[-1]}."
+        taps = c.hidden_size * len(c.dspark_target_layer_ids)
+        self.fp8(first + "main_proj.weight", self.normal((c.hidden_size, taps), taps**-0.5))
+        # The features meet the stages' wkv, which expects inputs as small as attn_norm makes them.
+        self.norm(first + "main_norm.weight", c.hidden_size, 0.025)
+        self.norm(last + "norm.weight", c.hidden_size, 1)
+        rank = c.dspark_markov_rank
+        self.bf16(last + "markov_head.embed.weight", self.normal((c.vocab_size, rank), 0.5))
+        self.bf16(last + "markov_head.head.weight", self.normal((c.vocab_size, rank), rank**-0.5))
+        self.bf16(last + "confidence_head.proj.weight", self.normal((1, c.hidden_size + rank), 0.3))
+
     def write(self):
         c = self.config
         self.bf16("embed.weight", self.normal((c.vocab_size, c.hidden_size), 0.12))
         for layer in c.layers:
             self.files.append({})
-            self.attention(layer)
-            self.norm(f"layers.{layer}.attn_norm.weight", c.hidden_size, 0.025)
-            self.streams(layer, "attn")
-            self.experts(layer)
-            self.norm(f"layers.{layer}.ffn_norm.weight", c.hidden_size, 0.2)
-            self.streams(layer, "ffn")
+            self.block(layer, f"layers.{layer}.", c.n_routed_experts)
         self.files.append({})
         self.norm("norm.weight", c.hidden_size, 1)
         shape = (c.vocab_size, c.hidden_size)
@@ -203,6 +231,11 @@ class Writer:
         for layer, rows in zip(c.engram_layer_ids, c.engram_num_embeddings):
             self.files.append({})
             self.engram(layer, rows)
+        for stage in c.stages:
+            self.files.append({})
+            self.block(c.num_hidden_layers + stage, f"mtp.{stage}.", c.dspark_n_routed_experts)
+        if c.stages:
+            self.drafter()
 
         self.directory.mkdir(parents=True, exist_ok=True)
         weight_map = {}

@@ -104,12 +104,14 @@ class TestStep {
   Buffer position_, sequence_, row_begin_, start_, floor_, is_image_;
 };
 
-// Rings and fresh rows of a step. Ring slots of positions that no query sees stay 0xFF, which
-// decodes to NaN.
+// Rings and fresh rows of a step; with `block` every sequence is a draft block of so many rows.
+// Ring slots of positions that no query sees stay 0xFF, which decodes to NaN.
 class TestWindow {
  public:
-  TestWindow(Random& random, const TestStep& step, int64_t window, int64_t k)
-      : window_(window), fresh_(DType::kU8, {step.count(), quant::window_row_bytes(k)}) {
+  TestWindow(Random& random, const TestStep& step, int64_t window, int64_t k, int64_t block = 0)
+      : window_(window),
+        block_(block),
+        fresh_(DType::kU8, {step.count(), quant::window_row_bytes(k)}) {
     const int64_t bytes = quant::window_row_bytes(k);
     const auto fill = [&](uint8_t* row) {
       const Buffer x = random.normals(DType::kBF16, {k}, 0.7);
@@ -117,7 +119,8 @@ class TestWindow {
     };
     for (const SequenceSpec& spec : step.specs()) {
       memory_.emplace_back(static_cast<size_t>(window * bytes), uint8_t{0xFF});
-      const int64_t low = std::max({int64_t{0}, spec.floor, spec.start - window + 1});
+      const int64_t reach = block > 0 ? spec.start - window : spec.start - window + 1;
+      const int64_t low = std::max({int64_t{0}, spec.floor, reach});
       for (int64_t p = low; p < spec.start; ++p) {
         fill(memory_.back().data() + p % window * bytes);
       }
@@ -136,6 +139,7 @@ class TestWindow {
   ops::WindowView view() const {
     ops::WindowView view;
     view.window = window_;
+    view.block = block_;
     view.rings = rings_.data();
     view.fresh = fresh_.view();
     view.floor = floor_.view();
@@ -146,6 +150,7 @@ class TestWindow {
 
  private:
   int64_t window_;
+  int64_t block_;
   Buffer fresh_, floor_;
   std::vector<std::vector<uint8_t>> memory_;
   std::vector<uint8_t*> rings_;

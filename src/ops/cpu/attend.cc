@@ -35,8 +35,8 @@ class Attention {
       const int64_t start = args_.rows.start.as<int32_t>()[last];
       const int64_t floor = args_.window.floor.as<int32_t>()[last];
       // Positions below the window of the first row are seen by no row.
-      const int64_t low =
-          std::min(start, std::max<int64_t>({0, floor, start - args_.window.window + 1}));
+      const int64_t low = std::min(
+          start, window_range(args_.window.window, args_.window.block, floor, start, start).first);
       const int64_t rows = start - low + row_begin(last + 1) - row_begin(last);
       if (last > first && total + rows > kWindowRows) {
         break;
@@ -109,7 +109,7 @@ class Attention {
     const int64_t share = (heads_ + wanted - 1) / wanted;
     const int64_t group = std::min(heads_, std::max(kLeastHeads, (share + 3) / 4 * 4));
     const int64_t groups = (heads_ + group - 1) / group;
-    const int64_t most_keys = args_.window.window + selected_;
+    const int64_t most_keys = args_.window.window + args_.window.block + selected_;
     const int64_t floats = group * depth + attend_work_floats(group) + 2 * most_keys + 2;
     parallel_rows(
         ctx_, scratch, rows * groups, floats, [&](int64_t begin, int64_t end, float* memory) {
@@ -143,10 +143,13 @@ class Attention {
                     const float** keys) const {
     const int64_t s = args_.rows.sequence.as<int32_t>()[row];
     const int64_t p = args_.rows.position.as<int32_t>()[row];
-    const int64_t floor = args_.window.floor.as<int32_t>()[s];
-    const int64_t from = std::max<int64_t>({0, floor, p - args_.window.window + 1});
+    const WindowRange seen = window_range(args_.window.window,
+                                          args_.window.block,
+                                          args_.window.floor.as<int32_t>()[s],
+                                          args_.rows.start.as<int32_t>()[s],
+                                          p);
     int64_t n = 0;
-    for (int64_t position = from; position <= p; ++position) {
+    for (int64_t position = seen.first; position <= seen.last; ++position) {
       keys[n++] = window_ + (offsets_[s] + position - lows_[s]) * padded(k_);
     }
     for (int64_t i = 0; i < selected_; ++i) {

@@ -10,6 +10,8 @@ const KernelSet& cpu_kernels() {
       .embed = {{"cpu", cpu::embed}},
       .hc_expand = {{"simd", cpu::hc_expand}},
       .hc_site = {{"simd", cpu::hc_site}},
+      .hc_collapse = {{"simd", cpu::hc_collapse}},
+      .rms_norm = {{"simd", cpu::rms_norm}},
       .linear = {{"simd", cpu::linear}},
       .qkv_finish = {{"simd", cpu::qkv_finish}},
       .compress_pool = {{"simd", cpu::compress_pool}},
@@ -23,6 +25,7 @@ const KernelSet& cpu_kernels() {
       .engram_gather = {{"simd", cpu::engram_gather}},
       .engram_inject = {{"simd", cpu::engram_inject}},
       .head = {{"simd", cpu::head}},
+      .draft_head = {{"simd", cpu::draft_head}},
   };
   return set;
 }

@@ -70,7 +70,7 @@ Status gate(OpContext& ctx, const GateArgs& args) {
         sum += score[chosen[i]];
       }
       // The addend keeps a row whose scores all underflow at zero weights instead of NaN.
-      const float divisor = sum + 1e-20f;
+      const float divisor = k > 1 ? sum + 1e-20f : 1.0f;
       for (int64_t i = 0; i < k; ++i) {
         args.weights.as<float>()[row * k + i] = score[chosen[i]] / divisor * args.scale;
       }

@@ -128,6 +128,39 @@ Status hc_site(OpContext& ctx, const HcSiteArgs& args) {
   return {};
 }
 
+Status hc_collapse(OpContext& ctx, const HcCollapseArgs& args) {
+  const int64_t m = args.x.dim(1), d = args.x.dim(2), bytes = dtype_bytes(args.out.dtype);
+  Scratch scratch(ctx);
+  parallel_rows(ctx,
+                scratch,
+                args.x.dim(0),
+                padded(m * d) + padded(d),
+                [&](int64_t begin, int64_t end, float* streams) {
+                  float* out = streams + padded(m * d);
+                  for (int64_t t = begin; t < end; ++t) {
+                    expanded_row(args.x, args.pending, t, streams);
+                    collapse_streams(
+                        streams, args.pre.as<float>() + t * m, m, d, args.x.dtype, out);
+                    store_row(out, d, row_of(args.out, t) + args.column * bytes, args.out.dtype);
+                  }
+                });
+  return {};
+}
+
+Status rms_norm(OpContext& ctx, const RmsNormArgs& args) {
+  const int64_t d = args.x.dim(1);
+  Scratch scratch(ctx);
+  parallel_rows(
+      ctx, scratch, args.x.dim(0), padded(d), [&](int64_t begin, int64_t end, float* row) {
+        for (int64_t t = begin; t < end; ++t) {
+          load_row(row_of(args.x, t), args.x.dtype, d, row);
+          norm_row(row, args.norm, d, args.rms_eps, row);
+          store_row(row, d, row_of(args.y, t), args.y.dtype);
+        }
+      });
+  return {};
+}
+
 Status head(OpContext& ctx, const HeadArgs& args) {
   const int64_t n = args.select.dim(0), m = args.x.dim(1), d = args.x.dim(2);
   Scratch scratch(ctx);
@@ -144,6 +177,39 @@ Status head(OpContext& ctx, const HeadArgs& args) {
   });
   const std::array<Product, 1> product = {Product{&args.weight, {rows, padded(d)}, args.logits}};
   run_products(ctx, product, n);
+  return {};
+}
+
+Status draft_head(OpContext& ctx, const DraftHeadArgs& args) {
+  const int64_t n = args.select.dim(0), d = args.x.dim(1), v = args.base.dim(1);
+  const int64_t r = args.embed.in;
+  const DType table = args.embed.values.dtype;
+  Scratch scratch(ctx);
+  float* embed = scratch.array<float>(n * padded(r));
+  float* joined = scratch.array<float>(n * padded(d + r));
+  parallel_for(ctx, n, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      float* e = embed + i * padded(r);
+      float* both = joined + i * padded(d + r);
+      load_row(row_of(args.embed.values, args.previous.as<int32_t>()[i]), table, r, e);
+      load_row(row_of(args.x, args.select.as<int32_t>()[i]), args.x.dtype, d, both);
+      std::copy_n(e, r, both + d);
+      std::fill(both + d + r, both + padded(d + r), 0.0f);
+    }
+  });
+  const std::array<Product, 2> products = {
+      Product{&args.head, {embed, padded(r)}, args.logits},
+      Product{&args.proj, {joined, padded(d + r)}, args.confidence}};
+  run_products(ctx, products, n);
+  parallel_for(ctx, n, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const float* base = args.base.as<float>() + args.select.as<int32_t>()[i] * v;
+      float* logits = args.logits.as<float>() + i * v;
+      for (int64_t token = 0; token < v; ++token) {
+        logits[token] += base[token];
+      }
+    }
+  });
   return {};
 }
 

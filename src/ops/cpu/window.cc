@@ -49,18 +49,21 @@ Status rope_table(OpContext& ctx, const RopeTableArgs& args) {
 }
 
 Status qkv_finish(OpContext& ctx, const QkvFinishArgs& args) {
-  const int64_t q = args.t.dim(1), k = args.kv.dim(1), half = args.rope.dim(1);
-  const DType act = args.t.dtype;
+  const int64_t q = args.t.empty() ? 0 : args.t.dim(1);
+  const int64_t k = args.kv.dim(1), half = args.rope.dim(1);
+  const DType act = args.kv.dtype;
   Scratch scratch(ctx);
   parallel_rows(ctx,
                 scratch,
-                args.t.dim(0),
+                args.kv.dim(0),
                 padded(std::max(q, k)),
                 [&](int64_t begin, int64_t end, float* row) {
                   for (int64_t t = begin; t < end; ++t) {
-                    load_row(row_of(args.t, t), act, q, row);
-                    norm_row(row, args.q_norm, q, args.rms_eps, row);
-                    store_row(row, q, row_of(args.r, t), act);
+                    if (q > 0) {
+                      load_row(row_of(args.t, t), act, q, row);
+                      norm_row(row, args.q_norm, q, args.rms_eps, row);
+                      store_row(row, q, row_of(args.r, t), act);
+                    }
                     load_row(row_of(args.kv, t), act, k, row);
                     const float* cos_sin = args.rope.as<float>() + t * half * 2;
                     norm_rotate(row, args.kv_norm, k, args.rms_eps, cos_sin, half, act);

@@ -25,6 +25,7 @@ struct AttendProblem {
   const void* q;            // [T, H, K] act
   void* o;                  // [T, H, K] act
   int64_t window;
+  int64_t block;  // rows of a draft block, or 0
   int64_t window_row_bytes;
   int64_t width;
   int64_t half;
@@ -42,13 +43,18 @@ struct QueryKeys {
   int keys;
 };
 
+// The window part alone; `keys` is then that part's number.
+__device__ __forceinline__ QueryKeys window_part(const AttendProblem& a, int64_t token) {
+  const int32_t s = a.sequence[token];
+  const WindowRange seen =
+      window_range(a.window, a.block, a.floor[s], a.start[s], a.position[token]);
+  const int count = static_cast<int>(max(seen.last - seen.first + 1, int64_t{0}));
+  return {seen.first, count, count};
+}
+
 // All threads of the block call it.
 __device__ __forceinline__ QueryKeys query_keys(const AttendProblem& a, int64_t token) {
-  const int64_t p = a.position[token];
-  QueryKeys keys;
-  keys.first_position =
-      max(max(static_cast<int64_t>(a.floor[a.sequence[token]]), p - a.window + 1), int64_t{0});
-  keys.window_keys = static_cast<int>(max(p - keys.first_position + 1, int64_t{0}));
+  QueryKeys keys = window_part(a, token);
   // Ids are ascending with -1 behind them.
   int selected = 0;
   if (a.main != nullptr) {
@@ -57,7 +63,7 @@ __device__ __forceinline__ QueryKeys query_keys(const AttendProblem& a, int64_t 
       selected += __syncthreads_count(i < a.width && a.selected[token * a.width + i] >= 0);
     }
   }
-  keys.keys = keys.window_keys + selected;
+  keys.keys += selected;
   return keys;
 }
 

@@ -67,10 +67,8 @@ __device__ __forceinline__ int find_rows(const AttendProblem& a,
                                          const uint8_t** rows,
                                          int& window_keys) {
   const int32_t s = a.sequence[token];
-  QueryKeys keys;
-  const int64_t p = a.position[token];
-  keys.first_position = max(max(static_cast<int64_t>(a.floor[s]), p - a.window + 1), int64_t{0});
-  window_keys = static_cast<int>(max(p - keys.first_position + 1, int64_t{0}));
+  const QueryKeys keys = window_part(a, token);
+  window_keys = keys.window_keys;
   for (int i = static_cast<int>(threadIdx.x); i < window_keys; i += kThreads) {
     rows[i] = window_row(a, s, keys, i);
   }
@@ -410,7 +408,7 @@ Status run(const OpContext& ctx, const AttendProblem& a) {
                 attend_kernel<kHeads>,
                 dim3(extent(a.tokens), extent(a.heads / kHeads)),
                 kThreads,
-                static_cast<int64_t>(sizeof(Shared<kHeads>)) + 8 * (a.window + a.width),
+                static_cast<int64_t>(sizeof(Shared<kHeads>)) + 8 * (a.window + a.block + a.width),
                 a);
 }
 
@@ -426,7 +424,9 @@ bool attend_mma_supports(const AttendArgs& args) {
   };
   return args.q.dtype == DType::kBF16 && args.q.dim(1) == h * kDim && h % 16 == 0 &&
          args.rope.dim(1) <= kDim / 2 &&
-         args.window.window + (args.main == nullptr ? 0 : args.selected.dim(1)) <= kMostKeys &&
+         args.window.window + args.window.block +
+                 (args.main == nullptr ? 0 : args.selected.dim(1)) <=
+             kMostKeys &&
          aligned(args.q) && aligned(args.o) && aligned(args.window.fresh);
 }
 

@@ -128,6 +128,7 @@ AttendProblem attend_problem(const AttendArgs& args) {
           .q = args.q.data,
           .o = args.o.data,
           .window = args.window.window,
+          .block = args.window.block,
           .window_row_bytes = quant::window_row_bytes(k),
           .width = has_main ? args.selected.dim(1) : 0,
           .half = args.rope.dim(1),

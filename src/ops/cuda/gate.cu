@@ -1,5 +1,5 @@
 // Router: scores = sqrt(softplus(x Wg^T / temperature)); the k best of scores + bias, ascending;
-// weight = score / (sum of the chosen + 1e-20) * scale.
+// weight = score / (sum of the chosen + 1e-20) * scale, for a single expert score * scale.
 //
 // in   x [T, D] act, weight [E, D], bias, bias_vl [E] f32, is_image [T] u8, forced [T, k] or none
 //
@@ -111,9 +111,10 @@ __global__ void __launch_bounds__(kWarps* kWarp) select_kernel(const float* logi
   for (int i = 0; i < k; ++i) {
     sum += chosen[i];
   }
+  const float divisor = k > 1 ? sum + 1e-20f : 1.0f;
   for (int i = lane; i < k; i += kWarp) {
     experts[token * k + i] = ids[i];
-    weights[token * k + i] = chosen[i] / (sum + 1e-20f) * scale;
+    weights[token * k + i] = chosen[i] / divisor * scale;
   }
 }
 

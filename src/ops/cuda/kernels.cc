@@ -11,6 +11,8 @@ const KernelSet& cuda_kernels() {
       .hc_expand = {{"cuda", cuda::hc_expand}},
       .hc_site = {{"cuda_mma", cuda::hc_site_mma, cuda::hc_site_mma_supports},
                   {"cuda_simt", cuda::hc_site_simt}},
+      .hc_collapse = {{"cuda", cuda::hc_collapse}},
+      .rms_norm = {{"cuda", cuda::rms_norm}},
       .linear = {{"cuda_mma", cuda::linear_mma, cuda::linear_mma_supports},
                  {"cuda_simt", cuda::linear_simt}},
       .qkv_finish = {{"cuda", cuda::qkv_finish}},
@@ -27,6 +29,7 @@ const KernelSet& cuda_kernels() {
       .engram_gather = {{"cuda", cuda::engram_gather}},
       .engram_inject = {{"cuda", cuda::engram_inject}},
       .head = {{"cuda", cuda::head}},
+      .draft_head = {{"cuda", cuda::draft_head}},
   };
   return kSet;
 }

@@ -12,6 +12,8 @@ namespace cachalot::ops::cuda {
 Status rope_table(OpContext& ctx, const RopeTableArgs& args);
 Status embed(OpContext& ctx, const EmbedArgs& args);
 Status hc_expand(OpContext& ctx, const HcExpandArgs& args);
+Status hc_collapse(OpContext& ctx, const HcCollapseArgs& args);
+Status rms_norm(OpContext& ctx, const RmsNormArgs& args);
 
 // BF16 streams of whole 256-column chunks; tensor cores.
 Status hc_site_mma(OpContext& ctx, const HcSiteArgs& args);
@@ -45,5 +47,6 @@ Status engram_hash(OpContext& ctx, const EngramHashArgs& args);
 Status engram_gather(OpContext& ctx, const EngramGatherArgs& args);
 Status engram_inject(OpContext& ctx, const EngramInjectArgs& args);
 Status head(OpContext& ctx, const HeadArgs& args);
+Status draft_head(OpContext& ctx, const DraftHeadArgs& args);
 
 }  // namespace cachalot::ops::cuda

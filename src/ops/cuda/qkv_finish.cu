@@ -3,7 +3,7 @@
 //
 // in   t [T, Q] act, q_norm [Q], kv [T, K] act, kv_norm [K], rope [T, R/2, 2] f32
 // out  r [T, Q] act, fresh [T, K + K/32] u8: K E4M3 codes, then the E8M0 scales
-// Blocks: blockIdx.y = 0 norms t, 1 makes the window row; 256 threads per token.
+// Blocks: blockIdx.y = 0 makes the window row, 1 norms t if there is one; 256 threads per token.
 // Shared: the row as FP32 (K floats) and 8 reduction slots.
 // Bytes: 2 (Q + K) in and 2 Q + K out per token; at decode it is launch-bound.
 #include "ops/cuda/device/rows.cuh"
@@ -34,7 +34,7 @@ __global__ void __launch_bounds__(kThreads) qkv_finish_kernel(const Act* t,
   allow_next_kernel();
   wait_for_previous_kernels();
   const int64_t token = blockIdx.x;
-  if (blockIdx.y == 0) {
+  if (blockIdx.y == 1) {
     const Act* x = t + token * q;
     float square = 0;
     for (int64_t i = threadIdx.x; i < q; i += kThreads) {
@@ -55,13 +55,14 @@ __global__ void __launch_bounds__(kThreads) qkv_finish_kernel(const Act* t,
 }  // namespace
 
 Status qkv_finish(OpContext& ctx, const QkvFinishArgs& args) {
-  const int64_t t = args.t.dim(0), q = args.t.dim(1), k = args.kv.dim(1);
-  return with_act(args.t.dtype, [&](auto act) {
+  const bool has_query = !args.t.empty();
+  const int64_t t = args.kv.dim(0), k = args.kv.dim(1), q = has_query ? args.t.dim(1) : 0;
+  return with_act(args.kv.dtype, [&](auto act) {
     using Act = decltype(act);
     return launch(ctx,
                   "qkv_finish",
                   qkv_finish_kernel<Act>,
-                  dim3(extent(t), 2),
+                  dim3(extent(t), has_query ? 2 : 1),
                   kThreads,
                   k * static_cast<int64_t>(sizeof(float)),
                   static_cast<const Act*>(args.t.data),

@@ -88,11 +88,14 @@ Status rope_table(OpContext&, const RopeTableArgs& args) {
 }
 
 Status qkv_finish(OpContext&, const QkvFinishArgs& args) {
-  const int64_t t = args.t.dim(0), q = args.t.dim(1), k = args.kv.dim(1), half = args.rope.dim(1);
+  const int64_t t = args.kv.dim(0), k = args.kv.dim(1), half = args.rope.dim(1);
+  const int64_t q = args.t.empty() ? 0 : args.t.dim(1);
   for (int64_t row = 0; row < t; ++row) {
-    const std::vector<double> r = rms_norm(load_row(args.t, row, q), args.q_norm, args.rms_eps);
-    for (int64_t i = 0; i < q; ++i) {
-      store(args.r, row * q + i, r[static_cast<size_t>(i)]);
+    if (q > 0) {
+      const std::vector<double> r = rms_norm(load_row(args.t, row, q), args.q_norm, args.rms_eps);
+      for (int64_t i = 0; i < q; ++i) {
+        store(args.r, row * q + i, r[static_cast<size_t>(i)]);
+      }
     }
     const std::vector<float> kv = normed_rotated(load_row(args.kv, row, k),
                                                  args.kv_norm,
@@ -226,13 +229,14 @@ Status attend(OpContext&, const AttendArgs& args) {
     const int64_t start = args.rows.start.as<int32_t>()[s];
     const int64_t first_row = args.rows.row_begin.as<int32_t>()[s];
     const int64_t window = args.window.window;
-    const int64_t from = std::max<int64_t>(args.window.floor.as<int32_t>()[s], p - window + 1);
+    const WindowRange seen =
+        window_range(window, args.window.block, args.window.floor.as<int32_t>()[s], start, p);
     std::vector<std::vector<float>> keys;
     const auto push = [&](const auto& decode) {
       keys.emplace_back(static_cast<size_t>(k));
       decode(keys.back().data());
     };
-    for (int64_t position = std::max<int64_t>(from, 0); position <= p; ++position) {
+    for (int64_t position = seen.first; position <= seen.last; ++position) {
       const uint8_t* bytes =
           position >= start
               ? args.window.fresh.as<uint8_t>() + (first_row + position - start) * row_bytes

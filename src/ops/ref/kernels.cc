@@ -10,6 +10,8 @@ const KernelSet& ref_kernels() {
       .embed = {{"loops", ref::embed}},
       .hc_expand = {{"loops", ref::hc_expand}},
       .hc_site = {{"loops", ref::hc_site}},
+      .hc_collapse = {{"loops", ref::hc_collapse}},
+      .rms_norm = {{"loops", ref::rms_norm}},
       .linear = {{"loops", ref::linear}},
       .qkv_finish = {{"loops", ref::qkv_finish}},
       .compress_pool = {{"loops", ref::compress_pool}},
@@ -23,6 +25,7 @@ const KernelSet& ref_kernels() {
       .engram_gather = {{"loops", ref::engram_gather}},
       .engram_inject = {{"loops", ref::engram_inject}},
       .head = {{"loops", ref::head}},
+      .draft_head = {{"loops", ref::draft_head}},
   };
   return set;
 }

@@ -9,6 +9,8 @@ Status rope_table(OpContext& ctx, const RopeTableArgs& args);
 Status embed(OpContext& ctx, const EmbedArgs& args);
 Status hc_expand(OpContext& ctx, const HcExpandArgs& args);
 Status hc_site(OpContext& ctx, const HcSiteArgs& args);
+Status hc_collapse(OpContext& ctx, const HcCollapseArgs& args);
+Status rms_norm(OpContext& ctx, const RmsNormArgs& args);
 Status linear(OpContext& ctx, const LinearArgs& args);
 Status qkv_finish(OpContext& ctx, const QkvFinishArgs& args);
 Status compress_pool(OpContext& ctx, const CompressPoolArgs& args);
@@ -22,5 +24,6 @@ Status engram_hash(OpContext& ctx, const EngramHashArgs& args);
 Status engram_gather(OpContext& ctx, const EngramGatherArgs& args);
 Status engram_inject(OpContext& ctx, const EngramInjectArgs& args);
 Status head(OpContext& ctx, const HeadArgs& args);
+Status draft_head(OpContext& ctx, const DraftHeadArgs& args);
 
 }  // namespace cachalot::ops::ref

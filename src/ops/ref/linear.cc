@@ -102,9 +102,10 @@ Status gate(OpContext&, const GateArgs& args) {
     for (int64_t i = 0; i < k; ++i) {
       sum += scores[static_cast<size_t>(chosen[i])];
     }
+    const double divisor = k > 1 ? sum + 1e-20 : 1.0;
     for (int64_t i = 0; i < k; ++i) {
       args.weights.as<float>()[row * k + i] =
-          static_cast<float>(scores[static_cast<size_t>(chosen[i])] / (sum + 1e-20) * args.scale);
+          static_cast<float>(scores[static_cast<size_t>(chosen[i])] / divisor * args.scale);
     }
   }
   return {};

@@ -1,5 +1,6 @@
 // Residual streams: embedding, hyper-connection sites, the head.
-// Source of the rules: official reference, model.py (Block.hc_pre, hc_post, ParallelHead).
+// Source of the rules: official reference, model.py (Block.hc_pre, hc_post, ParallelHead,
+// DSparkMarkovHead, DSparkConfidenceHead).
 #include <algorithm>
 
 #include "ops/ref/common.h"
@@ -157,6 +158,36 @@ Status hc_site(OpContext&, const HcSiteArgs& args) {
   return {};
 }
 
+Status hc_collapse(OpContext&, const HcCollapseArgs& args) {
+  const int64_t t = args.x.dim(0), m = args.x.dim(1), d = args.x.dim(2), width = args.out.dim(1);
+  for (int64_t row = 0; row < t; ++row) {
+    const std::vector<double> x = collapse(expanded_row(args.x, args.pending, row),
+                                           args.pre.as<float>() + row * m,
+                                           m,
+                                           d,
+                                           args.x.dtype);
+    for (int64_t i = 0; i < d; ++i) {
+      store(args.out, row * width + args.column + i, x[static_cast<size_t>(i)]);
+    }
+  }
+  return {};
+}
+
+Status rms_norm(OpContext&, const RmsNormArgs& args) {
+  const int64_t t = args.x.dim(0), d = args.x.dim(1);
+  for (int64_t row = 0; row < t; ++row) {
+    std::vector<double> x(static_cast<size_t>(d));
+    for (int64_t i = 0; i < d; ++i) {
+      x[static_cast<size_t>(i)] = load(args.x, row * d + i);
+    }
+    const std::vector<double> y = rms_norm(x, args.norm, args.rms_eps);
+    for (int64_t i = 0; i < d; ++i) {
+      store(args.y, row * d + i, y[static_cast<size_t>(i)]);
+    }
+  }
+  return {};
+}
+
 Status head(OpContext&, const HeadArgs& args) {
   const int64_t m = args.x.dim(1), d = args.x.dim(2), v = args.weight.out;
   for (int64_t n = 0; n < args.select.dim(0); ++n) {
@@ -175,6 +206,30 @@ Status head(OpContext&, const HeadArgs& args) {
       }
       args.logits.as<float>()[n * v + token] = static_cast<float>(sum);
     }
+  }
+  return {};
+}
+
+Status draft_head(OpContext&, const DraftHeadArgs& args) {
+  const int64_t d = args.x.dim(1), v = args.base.dim(1), r = args.embed.in;
+  for (int64_t n = 0; n < args.select.dim(0); ++n) {
+    const int64_t row = args.select.as<int32_t>()[n];
+    const std::vector<float> embed = weight_row(args.embed, args.previous.as<int32_t>()[n]);
+    for (int64_t token = 0; token < v; ++token) {
+      const std::vector<float> w = weight_row(args.head, token);
+      double sum = args.base.as<float>()[row * v + token];
+      for (int64_t i = 0; i < r; ++i) {
+        sum += static_cast<double>(w[static_cast<size_t>(i)]) * embed[static_cast<size_t>(i)];
+      }
+      args.logits.as<float>()[n * v + token] = static_cast<float>(sum);
+    }
+    const std::vector<float> proj = weight_row(args.proj, 0);
+    double sum = 0;
+    for (int64_t i = 0; i < d + r; ++i) {
+      const double value = i < d ? load(args.x, row * d + i) : embed[static_cast<size_t>(i - d)];
+      sum += proj[static_cast<size_t>(i)] * value;
+    }
+    args.confidence.as<float>()[n] = static_cast<float>(sum);
   }
   return {};
 }

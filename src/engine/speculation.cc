@@ -1,0 +1,232 @@
+#include "engine/speculation.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "base/check.h"
+#include "base/clock.h"
+#include "base/format.h"
+
+namespace cachalot::engine {
+namespace {
+
+// Below this a draft's probability, or the mass of a residual, is noise of FP32 logits.
+constexpr double kLeastProbability = 1e-8;
+// Drafts are drawn from so many of the best tokens: any distribution is good enough to draw drafts
+// from, and this one is small enough to keep until they are judged.
+constexpr int64_t kDraftCandidates = 256;
+constexpr double kCostMemory = 0.8;      // weight of older measurements of a step size
+constexpr double kOutcomeMemory = 0.95;  // of older steps
+constexpr int64_t kTrial = 6;            // steps with drafts before they are judged
+constexpr int64_t kRetrial = 3;          // after a pause
+constexpr int64_t kFirstPause = 128;     // steps
+constexpr int64_t kLongestPause = 4096;
+
+double sigmoid(double x) {
+  return 1.0 / (1.0 + std::exp(-x));
+}
+
+// max(p - q, 0), not normalized; p itself if nothing is left.
+Distribution residual(const Distribution& p, const Distribution& q) {
+  std::vector<Distribution::Token> by_id = q.tokens;
+  std::sort(by_id.begin(), by_id.end(), [](const auto& a, const auto& b) { return a.id < b.id; });
+  Distribution rest;
+  for (const Distribution::Token& token : p.tokens) {
+    const auto at = std::lower_bound(
+        by_id.begin(), by_id.end(), token.id, [](const auto& a, int32_t id) { return a.id < id; });
+    const double drawn = at != by_id.end() && at->id == token.id ? at->weight / q.total : 0;
+    const double left = token.weight / p.total - drawn;
+    if (left > 0) {
+      rest.tokens.push_back({token.id, left});
+      rest.total += left;
+    }
+  }
+  return rest.total > kLeastProbability ? rest : p;
+}
+
+}  // namespace
+
+std::optional<Verdict> judge(const Sampler& sampler,
+                             std::span<const float> logits,
+                             std::span<const uint32_t> allowed,
+                             const Draft& draft) {
+  const Distribution target = sampler.distribution(logits, allowed);
+  if (target.empty()) {
+    return std::nullopt;
+  }
+  const double drawn = std::max(draft.from.of(draft.token), kLeastProbability);
+  if (sampler.uniform(Draw::kAccept) < target.of(draft.token) / drawn) {
+    return Verdict{draft.token, true};
+  }
+  return Verdict{residual(target, draft.from).pick(sampler.uniform(Draw::kReplace)), false};
+}
+
+void StepCost::record(int64_t rows, double seconds) {
+  const auto [at, is_new] = measured_.try_emplace(rows, seconds);
+  if (!is_new) {
+    at->second = kCostMemory * at->second + (1 - kCostMemory) * seconds;
+  }
+}
+
+double StepCost::seconds(double rows) const {
+  double most = 0, slope = 0, at = 0;
+  for (const auto& [size, seconds] : measured_) {
+    const auto x = static_cast<double>(size);
+    if (x >= rows) {
+      const double next = std::max(seconds, most);
+      return at == 0 ? next : most + (next - most) * (rows - at) / (x - at);
+    }
+    slope = at == 0 ? 0 : std::max(seconds - most, 0.0) / (x - at);
+    most = std::max(seconds, most);
+    at = x;
+  }
+  return most + slope * (rows - at);
+}
+
+std::vector<int64_t> verify_lengths(const StepCost& cost,
+                                    double fixed_seconds,
+                                    const std::vector<std::vector<double>>& survival) {
+  struct Candidate {
+    double survival;
+    size_t request;
+  };
+  std::vector<Candidate> candidates;
+  for (size_t r = 0; r < survival.size(); ++r) {
+    for (size_t j = 0; j < survival[r].size(); ++j) {
+      CACHALOT_CHECK(j == 0 || survival[r][j] <= survival[r][j - 1], r, j);
+      candidates.push_back({survival[r][j], r});
+    }
+  }
+  // Stable, so the drafts of a request stay in order where their survival is equal.
+  std::stable_sort(candidates.begin(), candidates.end(), [](const auto& a, const auto& b) {
+    return a.survival > b.survival;
+  });
+  std::vector<int64_t> lengths(survival.size());
+  double rows = static_cast<double>(survival.size()), tokens = rows;
+  double best = tokens / (fixed_seconds + cost.seconds(rows));
+  for (const Candidate& candidate : candidates) {
+    rows += 1;
+    tokens += candidate.survival;
+    const double rate = tokens / (fixed_seconds + cost.seconds(rows));
+    if (!(candidate.survival > 0 && rate > best)) {
+      break;
+    }
+    best = rate;
+    ++lengths[candidate.request];
+  }
+  return lengths;
+}
+
+bool DraftPolicy::pays(int64_t requests) const {
+  const auto n = static_cast<double>(requests);
+  const double with_drafts = draft_.seconds(n) + step_.seconds(n * rows_ / requests_);
+  return tokens_ / requests_ * step_.seconds(n) > with_drafts;
+}
+
+bool DraftPolicy::next(int64_t requests) {
+  if (wait_ > 0) {
+    --wait_;
+    return false;
+  }
+  if (trial_ < kTrial) {
+    return true;
+  }
+  if (pays(requests)) {
+    pause_ = 0;
+    return true;
+  }
+  pause_ = std::clamp(2 * pause_, kFirstPause, kLongestPause);
+  wait_ = pause_ - 1;
+  trial_ = kTrial - kRetrial;
+  requests_ = rows_ = tokens_ = 0;
+  return false;
+}
+
+void DraftPolicy::record_outcome(int64_t requests, int64_t rows, int64_t tokens) {
+  ++trial_;
+  for (auto [sum, value] :
+       {std::pair(&requests_, requests), std::pair(&rows_, rows), std::pair(&tokens_, tokens)}) {
+    *sum = kOutcomeMemory * *sum + static_cast<double>(value);
+  }
+}
+
+Status Speculator::calibrate(model::StepRunner& runner, kvcache::SequenceCache& cache) {
+  const int64_t most = 1 + config_.dspark_block_size;
+  CACHALOT_RETURN_IF_ERROR(cache.reserve(most));
+  const std::vector<int32_t> tokens(static_cast<size_t>(most));
+  // The first pass reads weights that later steps find in memory; it is not counted.
+  for (const bool counts : {false, true}) {
+    for (const int64_t rows : {int64_t{1}, int64_t{2}, most}) {
+      const model::StepSequence sequence{.view = &cache.view(),
+                                         .tokens = {tokens.data(), static_cast<size_t>(rows)},
+                                         .all_logits = true};
+      const double begin = now_seconds();
+      CACHALOT_RETURN_IF_ERROR(runner.run({&sequence, 1}));
+      if (counts) {
+        policy_.record_step(rows, now_seconds() - begin);
+      }
+    }
+    const model::StepSequence anchor{.view = &cache.view(), .tokens = {tokens.data(), 1}};
+    const double begin = now_seconds();
+    CACHALOT_RETURN_IF_ERROR(runner.draft({&anchor, 1}));
+    for (int64_t k = 0; k < config_.dspark_block_size; ++k) {
+      CACHALOT_RETURN_IF_ERROR(runner.next_draft({tokens.data(), 1}));
+    }
+    if (counts) {
+      policy_.record_draft(1, now_seconds() - begin);
+    }
+  }
+  return {};
+}
+
+Result<std::vector<Proposal>> Speculator::propose(model::StepRunner& runner,
+                                                  std::span<const Member> members) {
+  std::vector<Proposal> proposals(members.size());
+  const auto useful = std::any_of(
+      members.begin(), members.end(), [](const Member& member) { return member.most > 0; });
+  const auto n = static_cast<int64_t>(members.size());
+  const bool fixed = options_.length > 0;
+  drafted_ = useful && (fixed || policy_.next(n));
+  if (!drafted_) {
+    return proposals;
+  }
+  const double begin = now_seconds();
+  std::vector<model::StepSequence> sequences;
+  std::vector<int32_t> previous;
+  for (const Member& member : members) {
+    sequences.push_back(
+        {.view = member.view, .tokens = {&member.anchor, 1}, .replay = member.replay});
+    previous.push_back(member.anchor);
+  }
+  CACHALOT_RETURN_IF_ERROR(runner.draft(sequences));
+  std::vector<std::vector<double>> survival(members.size());
+  const int64_t block =
+      fixed ? std::min(options_.length, config_.dspark_block_size) : config_.dspark_block_size;
+  for (int64_t k = 0; k < block; ++k) {
+    CACHALOT_TRY(const model::DraftLogits rows, runner.next_draft(previous));
+    const int64_t vocab = rows.logits.dim(1);
+    for (size_t i = 0; i < members.size(); ++i) {
+      const std::span<const float> logits = {
+          rows.logits.as<float>() + static_cast<int64_t>(i) * vocab, static_cast<size_t>(vocab)};
+      Distribution from = members[i].sampler->distribution(logits, {}, kDraftCandidates);
+      previous[i] = from.pick(members[i].sampler->uniform(Draw::kDraft, static_cast<uint64_t>(k)));
+      if (k < members[i].most) {
+        const double before = k == 0 ? 1.0 : survival[i].back();
+        // A NaN becomes 0: nothing is known of that draft.
+        survival[i].push_back(std::fmax(before * sigmoid(rows.confidence.as<float>()[i]), 0.0));
+        proposals[i].push_back({previous[i], std::move(from)});
+      }
+    }
+  }
+  const double seconds = now_seconds() - begin;
+  policy_.record_draft(n, seconds);
+  if (!fixed) {
+    const std::vector<int64_t> lengths = verify_lengths(policy_.step(), seconds, survival);
+    for (size_t i = 0; i < members.size(); ++i) {
+      proposals[i].resize(static_cast<size_t>(lengths[i]));
+    }
+  }
+  return proposals;
+}
+
+}  // namespace cachalot::engine

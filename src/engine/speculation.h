@@ -1,0 +1,132 @@
+// Speculative decoding with the model's drafter: what to draft, how much of it to verify, and what
+// to keep. The output has the distribution that plain decoding has; with temperature 0 it is the
+// same, token by token.
+//
+// Draws are keyed by request seed and position, so a sampled result depends on how many drafts each
+// step verified: with a fixed SpeculationOptions::length it can be repeated, otherwise the measured
+// speed of the machine has a say in it.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <optional>
+#include <span>
+#include <vector>
+
+#include "base/status.h"
+#include "engine/sampler.h"
+#include "kvcache/sequence_cache.h"
+#include "model/step.h"
+
+namespace cachalot::engine {
+
+// A proposed token and what it was drawn from.
+struct Draft {
+  int32_t token = 0;
+  Distribution from;
+};
+
+struct Verdict {
+  int32_t token = 0;  // the next output token
+  bool kept = false;  // it is the draft: the row behind it is valid
+};
+
+// Judges a draft against the target's logits for its position: kept with probability
+// min(1, p / from), else replaced by a draw from what p has more of. `allowed` as for
+// Sampler::sample(); none if no id is allowed. Does not count the token as output.
+std::optional<Verdict> judge(const Sampler& sampler,
+                             std::span<const float> logits,
+                             std::span<const uint32_t> allowed,
+                             const Draft& draft);
+
+// Seconds of a step by its rows.
+class StepCost {
+ public:
+  // Averaged over time with what was measured for the same number of rows.
+  void record(int64_t rows, double seconds);
+  // Interpolated between measured sizes, extrapolated at the last slope; never less than for fewer
+  // rows. 0 if nothing was measured.
+  double seconds(double rows) const;
+
+ private:
+  std::map<int64_t, double> measured_;
+};
+
+// How many drafts of each request to verify. survival[r][j]: the probability that drafts 1 .. j + 1
+// of request r are all kept, not increasing in j. Drafts are admitted by descending survival while
+// each raises the expected tokens per second of a step that costs fixed_seconds beside its rows; it
+// ends with the first that does not. Looking further would pay on a step-shaped cost, but then a
+// draft's admission depends on its successors and the output is biased.
+std::vector<int64_t> verify_lengths(const StepCost& cost,
+                                    double fixed_seconds,
+                                    const std::vector<std::vector<double>>& survival);
+
+// Whether drafting pays, from what recent steps cost and gave. If not, it is left alone for a while
+// and tried again, more and more seldom.
+class DraftPolicy {
+ public:
+  // Whether the next decode step, of `requests`, should draft. To be asked once per step.
+  bool next(int64_t requests);
+
+  void record_draft(int64_t requests, double seconds) { draft_.record(requests, seconds); }
+  // A step over `rows` rows of decoding requests.
+  void record_step(int64_t rows, double seconds) { step_.record(rows, seconds); }
+  // What a step with drafts gave: output tokens of its requests, and the rows that it ran.
+  void record_outcome(int64_t requests, int64_t rows, int64_t tokens);
+
+  const StepCost& step() const { return step_; }
+  const StepCost& draft() const { return draft_; }
+
+ private:
+  bool pays(int64_t requests) const;
+
+  StepCost step_, draft_;
+  // Decaying sums over the steps with drafts since the last pause.
+  double requests_ = 0, rows_ = 0, tokens_ = 0;
+  int64_t trial_ = 0;  // such steps
+  int64_t wait_ = 0;   // steps left of a pause
+  int64_t pause_ = 0;  // length of the last pause
+};
+
+struct SpeculationOptions {
+  int64_t length = 0;  // drafts to verify per step; 0: as confidence and measured speed advise
+};
+
+// A request's drafts for one step, each behind the one before.
+using Proposal = std::vector<Draft>;
+
+// Drafts for the decoding requests of one step runner.
+class Speculator {
+ public:
+  Speculator(const model::ModelConfig& config, SpeculationOptions options)
+      : config_(config), options_(options) {}
+
+  // Measures steps and a draft of one request on an empty cache, so that the first decisions have
+  // something to go by; decode refreshes it.
+  Status calibrate(model::StepRunner& runner, kvcache::SequenceCache& cache);
+
+  // A request whose newest token is `anchor`.
+  struct Member {
+    ops::SequenceView* view = nullptr;
+    int32_t anchor = 0;
+    const Sampler* sampler = nullptr;
+    int64_t most = 0;  // drafts that it has use and room for
+    model::Replay replay;
+  };
+  // One proposal per member, empty where drafting does not pay. The members' caches hold the draft
+  // context.
+  Result<std::vector<Proposal>> propose(model::StepRunner& runner, std::span<const Member> members);
+  // Whether the last propose() ran the drafter. If so the policy must hear of the step's outcome,
+  // even if no draft was worth a row.
+  bool drafted() const { return drafted_; }
+
+  DraftPolicy& policy() { return policy_; }
+
+ private:
+  const model::ModelConfig& config_;
+  SpeculationOptions options_;
+  DraftPolicy policy_;
+  bool drafted_ = false;
+};
+
+}  // namespace cachalot::engine

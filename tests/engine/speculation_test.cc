@@ -1,0 +1,306 @@
+// Verification of drafts and the decisions around it, on toy vocabularies and simulated machines.
+#include "engine/speculation.h"
+
+#include <gtest/gtest.h>
+
+#include <array>
+#include <cmath>
+#include <numeric>
+
+#include "base/rng.h"
+
+namespace cachalot::engine {
+namespace {
+
+std::vector<float> logits_of(const std::vector<double>& p) {
+  std::vector<float> logits;
+  for (double probability : p) {
+    logits.push_back(static_cast<float>(std::log(probability)));
+  }
+  return logits;
+}
+
+// Draws a draft from q and judges it against p.
+Verdict draft_and_judge(const Sampler& sampler,
+                        const std::vector<float>& p,
+                        const std::vector<float>& q,
+                        bool best_draft = false) {
+  Distribution from = sampler.distribution(q);
+  if (best_draft) {
+    from = {{from.tokens[0]}, from.tokens[0].weight};
+  }
+  return *judge(sampler, p, {}, {from.pick(sampler.uniform(Draw::kDraft)), from});
+}
+
+const std::vector<double> kTarget = {0.31, 0.02, 0.2, 0.07, 0.15, 0.05, 0.19, 0.01};
+const std::vector<double> kDrafter = {0.05, 0.3, 0.2, 0.01, 0.2, 0.14, 0.09, 0.01};
+
+// drafts drawn from q, and drafts that are q's best token, both leave p's distribution.
+TEST(Judge, A37_OutputFollowsTheTarget) {
+  constexpr int kTrials = 400000;
+  for (const bool best_draft : {false, true}) {
+    Sampler sampler({.temperature = 1, .seed = 1});
+    std::array<int, 8> counts{};
+    int kept = 0;
+    for (int i = 0; i < kTrials; ++i) {
+      const Verdict verdict =
+          draft_and_judge(sampler, logits_of(kTarget), logits_of(kDrafter), best_draft);
+      ++counts[static_cast<size_t>(verdict.token)];
+      kept += verdict.kept ? 1 : 0;
+      sampler.accept(verdict.token);
+    }
+    for (size_t i = 0; i < 8; ++i) {
+      // Four standard errors of the most uncertain share.
+      EXPECT_NEAR(counts[i] / double{kTrials}, kTarget[i], 0.003) << i << " " << best_draft;
+    }
+    // Kept: the overlap of both distributions, or p of q's best token.
+    double overlap = best_draft ? kTarget[1] : 0;
+    for (size_t i = 0; i < 8 && !best_draft; ++i) {
+      overlap += std::min(kTarget[i], kDrafter[i]);
+    }
+    EXPECT_NEAR(kept / double{kTrials}, overlap, 0.003);
+  }
+}
+
+TEST(Judge, TruncatedDistributionsAreJudgedAsTheyAreDrawn) {
+  constexpr int kTrials = 200000;
+  Sampler sampler({.temperature = 0.7f, .top_k = 5, .top_p = 0.9f, .seed = 2});
+  const Distribution want = sampler.distribution(logits_of(kTarget));
+  std::array<int, 8> counts{};
+  for (int i = 0; i < kTrials; ++i) {
+    const Verdict verdict = draft_and_judge(sampler, logits_of(kTarget), logits_of(kDrafter));
+    ++counts[static_cast<size_t>(verdict.token)];
+    sampler.accept(verdict.token);
+  }
+  for (int32_t i = 0; i < 8; ++i) {
+    EXPECT_NEAR(counts[static_cast<size_t>(i)] / double{kTrials}, want.of(i), 0.005) << i;
+  }
+}
+
+TEST(Judge, GreedyKeepsTheBestTokenAlone) {
+  Sampler sampler({.temperature = 0});
+  const std::vector<float> p = logits_of(kTarget);
+  const Distribution one_hot{{{0, 1.0}}, 1.0}, other{{{4, 1.0}}, 1.0};
+  EXPECT_TRUE(judge(sampler, p, {}, {0, one_hot})->kept);
+  const Verdict rejected = *judge(sampler, p, {}, {4, other});
+  EXPECT_FALSE(rejected.kept);
+  EXPECT_EQ(rejected.token, sampler.sample(p));
+}
+
+TEST(Judge, EqualDistributionsKeepEveryDraft) {
+  Sampler sampler({.temperature = 1, .seed = 3});
+  for (int i = 0; i < 2000; ++i) {
+    const Verdict verdict = draft_and_judge(sampler, logits_of(kTarget), logits_of(kTarget));
+    ASSERT_TRUE(verdict.kept);
+    sampler.accept(verdict.token);
+  }
+}
+
+// a kept draft counts like any other token.
+TEST(Judge, A39_PenaltiesSeeEveryKeptToken) {
+  const std::vector<float> logits = {2.0f, 1.5f, 0.0f};
+  Sampler drafted({.temperature = 0, .frequency_penalty = 1.0f}), plain = drafted;
+  for (int i = 0; i < 6; ++i) {
+    const int32_t want = *plain.sample(logits);
+    plain.accept(want);
+    const Distribution from = drafted.distribution(logits);
+    const Verdict verdict = *judge(drafted, logits, {}, {from.pick(0), from});
+    EXPECT_TRUE(verdict.kept);
+    EXPECT_EQ(verdict.token, want) << i;
+    drafted.accept(verdict.token);
+  }
+}
+
+TEST(StepCost, InterpolatesAndExtrapolates) {
+  StepCost cost;
+  EXPECT_EQ(cost.seconds(3), 0);
+  cost.record(2, 1.0);
+  EXPECT_EQ(cost.seconds(1), 1.0);
+  EXPECT_EQ(cost.seconds(9), 1.0);
+  cost.record(6, 3.0);
+  EXPECT_DOUBLE_EQ(cost.seconds(4), 2.0);
+  EXPECT_DOUBLE_EQ(cost.seconds(8), 4.0);
+  cost.record(10, 2.0);  // noise: more rows do not cost less
+  EXPECT_DOUBLE_EQ(cost.seconds(10), 3.0);
+  EXPECT_DOUBLE_EQ(cost.seconds(20), 3.0);
+  for (int i = 0; i < 100; ++i) {
+    cost.record(2, 0.5);
+  }
+  EXPECT_NEAR(cost.seconds(2), 0.5, 1e-6);
+}
+
+StepCost cost_of(const std::vector<double>& seconds) {
+  StepCost cost;
+  for (size_t i = 0; i < seconds.size(); ++i) {
+    cost.record(static_cast<int64_t>(i + 1), seconds[i]);
+  }
+  return cost;
+}
+
+TEST(VerifyLengths, AdmitsBySurvivalWhileItPays) {
+  const StepCost flat = cost_of({1, 1, 1, 1, 1, 1, 1, 1});
+  EXPECT_EQ(verify_lengths(flat, 0, {{0.9, 0.5, 0}, {0.1, 0.1, 0.1}}),
+            (std::vector<int64_t>{2, 3}));
+  // Each row costs as much as the first: a draft never pays.
+  EXPECT_EQ(verify_lengths(cost_of({1, 2, 3, 4}), 0, {{0.9, 0.8, 0.7}}), std::vector<int64_t>{0});
+  // Beside a fixed cost it does.
+  EXPECT_EQ(verify_lengths(cost_of({1, 2, 3, 4}), 10, {{0.9, 0.8, 0.05}}), std::vector<int64_t>{2});
+  // The better request gets the rows.
+  const StepCost step = cost_of({1, 1, 1.1, 1.2, 2.5, 4});
+  EXPECT_EQ(verify_lengths(step, 0, {{0.3, 0.2}, {0.9, 0.8}}), (std::vector<int64_t>{0, 2}));
+  // It does not look past a step of the cost.
+  EXPECT_EQ(verify_lengths(cost_of({1, 2, 2, 2, 2}), 0, {{0.9, 0.9, 0.9, 0.9}}),
+            std::vector<int64_t>{0});
+  EXPECT_TRUE(verify_lengths(flat, 0, {}).empty());
+}
+
+// What a chooser of lengths makes of the distribution of the first token: target (.7, .3), drafter
+// (.5, .5), and a confidence in the second draft that depends on the first.
+template <class Lengths>
+double share_of_first_token(const StepCost& cost, const Lengths& lengths) {
+  constexpr int kTrials = 100000;
+  const std::vector<float> p = logits_of({0.7, 0.3}), q = logits_of({0.5, 0.5});
+  Sampler sampler({.temperature = 1, .seed = 5});
+  int first = 0;
+  for (int i = 0; i < kTrials; ++i) {
+    const Distribution from = sampler.distribution(q);
+    const int32_t draft = from.pick(sampler.uniform(Draw::kDraft));
+    const std::vector<double> survival = {0.8, draft == 0 ? 0.8 : 0.0};
+    const int32_t token = lengths(cost, survival) > 0 ? judge(sampler, p, {}, {draft, from})->token
+                                                      : *sampler.sample(p);
+    first += token == 0 ? 1 : 0;
+    sampler.accept(token);
+  }
+  return first / double{kTrials};
+}
+
+// The counterexample of the DSpark paper's appendix A: throughputs 1, .5, .45.
+TEST(VerifyLengths, AdmissionDoesNotBiasTheOutput) {
+  const StepCost paper = cost_of({1, 1 / 0.5, 1 / 0.45});
+  const auto early_stop = [](const StepCost& cost, const std::vector<double>& survival) {
+    return verify_lengths(cost, 0, {survival})[0];
+  };
+  EXPECT_NEAR(share_of_first_token(paper, early_stop), 0.7, 0.006);
+  for (const std::vector<double>& seconds :
+       {std::vector<double>{1, 1, 1}, {1, 1.5, 1.6}, {1, 1.79, 1.9}, {1, 1.2, 3}}) {
+    EXPECT_NEAR(share_of_first_token(cost_of(seconds), early_stop), 0.7, 0.006);
+  }
+  // The test can fail: a search over all lengths has the fault's signature (.85, .15).
+  const auto global_search = [](const StepCost& cost, const std::vector<double>& survival) {
+    int64_t best = 0;
+    double tokens = 1, most = 1 / cost.seconds(1);
+    for (size_t j = 0; j < survival.size(); ++j) {
+      tokens += survival[j];
+      const double rate = tokens / cost.seconds(static_cast<double>(j + 2));
+      if (rate > most) {
+        most = rate;
+        best = static_cast<int64_t>(j + 1);
+      }
+    }
+    return best;
+  };
+  EXPECT_NEAR(share_of_first_token(paper, global_search), 0.85, 0.006);
+}
+
+// Two tokens of a toy language with everything at work: drafts, lengths, replacements, bonus
+// tokens.
+TEST(VerifyLengths, JointDistributionOfTwoTokens) {
+  constexpr int kTrials = 200000;
+  const std::vector<double> p1 = {0.6, 0.3, 0.1}, q1 = {0.2, 0.5, 0.3};
+  const std::vector<std::vector<double>> p2 = {{0.1, 0.8, 0.1}, {0.4, 0.3, 0.3}, {0.05, 0.05, 0.9}};
+  const std::vector<std::vector<double>> q2 = {{0.3, 0.4, 0.3}, {0.1, 0.1, 0.8}, {0.4, 0.3, 0.3}};
+  const StepCost cost = cost_of({1, 1.3, 1.45});
+  std::array<std::array<int, 3>, 3> counts{};
+  std::array<int, 3> lengths{};
+  for (int i = 0; i < kTrials; ++i) {
+    Sampler sampler({.temperature = 1, .seed = static_cast<uint64_t>(i)});
+    std::vector<Distribution> from = {sampler.distribution(logits_of(q1))};
+    const int32_t d1 = from[0].pick(sampler.uniform(Draw::kDraft, 0));
+    from.push_back(sampler.distribution(logits_of(q2[static_cast<size_t>(d1)])));
+    const int32_t d2 = from[1].pick(sampler.uniform(Draw::kDraft, 1));
+    const double a1 = 0.5, a2 = a1 * (d1 == 1 ? 0.9 : d1 == 0 ? 0.4 : 0.05);
+    const int64_t n = verify_lengths(cost, 0, {{a1, a2}})[0];
+    ++lengths[static_cast<size_t>(n)];
+    const auto next = [&](bool has_draft, const std::vector<double>& p, int32_t d, const auto& q) {
+      const Verdict v = has_draft ? *judge(sampler, logits_of(p), {}, {d, q})
+                                  : Verdict{*sampler.sample(logits_of(p)), false};
+      sampler.accept(v.token);
+      return v;
+    };
+    const Verdict first = next(n > 0, p1, d1, from[0]);
+    const auto t1 = static_cast<size_t>(first.token);
+    const Verdict second = next(first.kept && n > 1, p2[t1], d2, from[1]);
+    ++counts[t1][static_cast<size_t>(second.token)];
+  }
+  EXPECT_GT(lengths[1], kTrials / 10);
+  EXPECT_GT(lengths[2], kTrials / 10);
+  for (size_t a = 0; a < 3; ++a) {
+    for (size_t b = 0; b < 3; ++b) {
+      // Four standard errors.
+      EXPECT_NEAR(counts[a][b] / double{kTrials}, p1[a] * p2[a][b], 0.0045) << a << " " << b;
+    }
+  }
+}
+
+// A decoder with given costs: what the policy makes of `steps` steps of one request, against plain
+// decoding of as many tokens.
+struct Simulation {
+  double draft_seconds, row_seconds;
+  double kept;  // drafts of each step, of 3
+
+  double slowdown(DraftPolicy& policy, int64_t steps) const {
+    const auto step = [&](int64_t rows) {
+      return 1.0 + row_seconds * static_cast<double>(rows - 1);
+    };
+    double seconds = 0, tokens = 0, owed = 0;
+    for (int64_t i = 0; i < steps; ++i) {
+      const bool drafts = policy.next(1);
+      const int64_t rows = drafts ? 4 : 1;
+      if (drafts) {
+        policy.record_draft(1, draft_seconds);
+        seconds += draft_seconds;
+        owed += kept;
+      }
+      policy.record_step(rows, step(rows));
+      seconds += step(rows);
+      const double whole = drafts ? std::floor(owed) : 0;
+      owed -= whole;
+      tokens += 1 + whole;
+      if (drafts) {
+        policy.record_outcome(1, rows, 1 + static_cast<int64_t>(whole));
+      }
+    }
+    return seconds / tokens;
+  }
+};
+
+TEST(DraftPolicy, UsesDraftsThatPay) {
+  DraftPolicy policy;
+  policy.record_step(1, 1.0);
+  const Simulation simulation{.draft_seconds = 0.2, .row_seconds = 0.1, .kept = 2};
+  // Every step: (0.2 + 1.3) / 3.
+  EXPECT_NEAR(simulation.slowdown(policy, 3000), 0.5, 1e-3);
+}
+
+TEST(DraftPolicy, TurnsItselfDown) {
+  for (const double kept : {0.0, 0.3}) {
+    DraftPolicy policy;
+    policy.record_step(1, 1.0);
+    const Simulation simulation{.draft_seconds = 0.5, .row_seconds = 0.3, .kept = kept};
+    EXPECT_LT(simulation.slowdown(policy, 300), 1.1);
+    EXPECT_LT(simulation.slowdown(policy, 10000), 1.01);
+  }
+}
+
+TEST(DraftPolicy, ComesBackWhenDraftsPayAgain) {
+  DraftPolicy policy;
+  policy.record_step(1, 1.0);
+  const Simulation bad{.draft_seconds = 0.2, .row_seconds = 0.1, .kept = 0};
+  const Simulation good{.draft_seconds = 0.2, .row_seconds = 0.1, .kept = 2};
+  bad.slowdown(policy, 20000);
+  good.slowdown(policy, 5000);  // the longest pause
+  EXPECT_NEAR(good.slowdown(policy, 1000), 0.5, 1e-3);
+}
+
+}  // namespace
+}  // namespace cachalot::engine
