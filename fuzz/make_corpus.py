@@ -57,6 +57,13 @@ def config_seeds():
         write("config", f"set_{i}", text)
 
 
+def object_seeds():
+    # The target makes valid objects itself: these choose the kind and edit the header.
+    for name, data in {"page": [0], "state": [1], "partial": [3], "cut": [60, 0, 0, 67],
+                       "kind": [0, 56, 0, 2], "tokens": [1, 64, 0, 255]}.items():
+        write("object", name, bytes(data))
+
+
 def tokenizer_seeds(binary):
     with tempfile.TemporaryDirectory() as folder:
         for size in (259, 300):
@@ -127,6 +134,7 @@ def main():
     request_seeds()
     http_seeds()
     chat_parser_seeds()
+    object_seeds()
     if len(sys.argv) > 1:
         tokenizer_seeds(sys.argv[1])
 

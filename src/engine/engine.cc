@@ -89,6 +89,15 @@ class ThreadedEngine : public Engine {
 
   bool is_empty() const { return submitted_.empty() && stats_.running + stats_.waiting == 0; }
 
+  void publish() {
+    EngineStats stats = scheduler_->stats();
+    const std::lock_guard lock(mutex_);
+    stats_ = std::move(stats);
+    if (is_empty()) {
+      empty_.notify_all();
+    }
+  }
+
   void run() {
     bool stop = false;
     while (!stop) {
@@ -116,14 +125,11 @@ class ThreadedEngine : public Engine {
       if (cancel_all) {
         scheduler_->cancel_all();
       }
-      if (!scheduler_->idle()) {
-        scheduler_->step();
-      }
-      const std::lock_guard lock(mutex_);
-      stats_ = scheduler_->stats();
-      if (is_empty()) {
-        empty_.notify_all();
-      }
+      // What is admitted no longer waits, however long the step takes.
+      scheduler_->prepare();
+      publish();
+      scheduler_->run();
+      publish();
     }
   }
 

@@ -84,14 +84,14 @@ Result<std::vector<GenerateResult>> Generator::generate(
     collectors.push_back({.result = results[i], .listener = listener, .index = i});
   }
   for (size_t i = 0; i < requests.size(); ++i) {
+    if (observer != nullptr) {
+      CACHALOT_RETURN_IF_ERROR(observer->begin(static_cast<int64_t>(i)));
+    }
     scheduler->add(i, engine_request(requests[i]), [&collectors](RequestId id, Event event) {
       collectors[id].take(std::move(event));
     });
-    // With an observer requests run one after the other.
-    if (observer != nullptr) {
-      CACHALOT_RETURN_IF_ERROR(observer->begin(static_cast<int64_t>(i)));
-    } else if (i + 1 < requests.size()) {
-      continue;
+    if (observer == nullptr && i + 1 < requests.size()) {
+      continue;  // with an observer requests run one after the other
     }
     while (!scheduler->idle()) {
       scheduler->step(observer);

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstddef>
 
 #include "base/format.h"
 #include "base/rng.h"
@@ -154,27 +155,40 @@ std::optional<int32_t> Sampler::sample(std::span<const float> logits,
     // Relative to the best, whose value is 1.
     std::erase_if(candidates, [&](const Candidate& c) { return c.value < params_.min_p; });
   }
-  std::sort(candidates.begin(), candidates.end(), better);
-  if (params_.top_p < 1) {
-    double mass = 0;
-    size_t keep = 0;
-    while (keep < candidates.size() && mass < params_.top_p * sum) {
-      mass += candidates[keep++].value;
-    }
-    candidates.resize(std::max<size_t>(keep, 1));
-  }
   double total = 0;
   for (const Candidate& c : candidates) {
     total += c.value;
   }
+  // The best come first only as far as somebody looks: of a large vocabulary that is seldom more
+  // than a few hundred.
+  size_t sorted = 0;
+  const auto ranked = [&](size_t rank) -> const Candidate& {
+    if (rank >= sorted) {
+      const auto from = candidates.begin() + static_cast<std::ptrdiff_t>(sorted);
+      sorted = std::min(candidates.size(), std::max<size_t>(256, 4 * sorted));
+      std::partial_sort(
+          from, candidates.begin() + static_cast<std::ptrdiff_t>(sorted), candidates.end(), better);
+    }
+    return candidates[rank];
+  };
+  size_t keep = candidates.size();
+  if (params_.top_p < 1) {
+    double mass = 0;
+    size_t n = 0;
+    while (n < candidates.size() && mass < params_.top_p * sum) {
+      mass += ranked(n++).value;
+    }
+    keep = std::max<size_t>(n, 1);
+    total = mass;
+  }
   double draw = Philox(params_.seed).uniform(position_) * total;
-  for (const Candidate& c : candidates) {
-    draw -= c.value;
+  for (size_t rank = 0; rank < keep; ++rank) {
+    draw -= ranked(rank).value;
     if (draw < 0) {
-      return c.id;
+      return ranked(rank).id;
     }
   }
-  return candidates.back().id;
+  return ranked(keep - 1).id;
 }
 
 }  // namespace cachalot::engine

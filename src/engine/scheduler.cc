@@ -439,14 +439,10 @@ void Scheduler::make_room(int64_t pages) {
 
 // Steps. ------------------------------------------------------------------------------------------
 
-void Scheduler::step(model::Observer* observer) {
+void Scheduler::prepare() {
   end_expired();
   prefixes_.expire(now_seconds());
   admit();
-  if (!running_.empty()) {
-    share_chunk();
-    run_step(observer);
-  }
 }
 
 int64_t Scheduler::next_stop(const Sequence& sequence) const {
@@ -506,7 +502,8 @@ Status Scheduler::reserve(Sequence& sequence, int64_t positions) {
   }
 }
 
-void Scheduler::run_step(model::Observer* observer) {
+void Scheduler::run(model::Observer* observer) {
+  share_chunk();
   std::vector<Sequence*> members;
   std::vector<model::StepSequence> batch;
   for (const auto& [rank, sequence] : running_) {

@@ -47,9 +47,15 @@ class Scheduler {
   bool idle() const { return running_.empty() && waiting_.empty(); }
   int64_t waiting() const { return static_cast<int64_t>(waiting_.size()); }
 
-  // Ends what is out of time, admits what fits, and runs one step. With an observer every row of a
-  // prompt has logits, which the observer is shown, and only one request may be here.
-  void step(model::Observer* observer = nullptr);
+  // Ends what is out of time and admits what fits.
+  void prepare();
+  // Runs one step of what was admitted. With an observer every row of a prompt has logits, which
+  // the observer is shown, and only one request may be here.
+  void run(model::Observer* observer = nullptr);
+  void step(model::Observer* observer = nullptr) {
+    prepare();
+    run(observer);
+  }
 
   EngineStats stats() const;
   const EngineOptions& options() const { return options_; }
@@ -100,7 +106,6 @@ class Scheduler {
   // The next position at which a chunk of the sequence must end: where its window state is kept, or
   // its last token.
   int64_t next_stop(const Sequence& sequence) const;
-  void run_step(model::Observer* observer);
   Status run_batch(std::span<Sequence* const> members,
                    std::span<const model::StepSequence> batch,
                    model::Observer* observer);

@@ -2,10 +2,13 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
+#include <utility>
 #include <vector>
 
+#include "base/rng.h"
 #include "engine/stop_matcher.h"
 
 namespace cachalot::engine {
@@ -98,6 +101,40 @@ TEST(Sampler, FiltersKeepWhatTheyName) {
   EXPECT_EQ(support({.top_p = 0.9f}, kLogits), (std::vector<int32_t>{1, 2, 3}));
   EXPECT_EQ(support({.min_p = 0.3f}, kLogits), (std::vector<int32_t>{1, 2, 3}));
   EXPECT_EQ(support({.min_p = 0.9f}, kLogits), (std::vector<int32_t>{1, 3}));
+}
+
+// A large vocabulary is ranked only as far as the draw goes; the draw is that of a full ranking.
+TEST(Sampler, LazyRankingDrawsWhatAFullOneWould) {
+  std::vector<float> logits(5000);
+  for (size_t i = 0; i < logits.size(); ++i) {
+    logits[i] = static_cast<float>(Philox(3).normal(i)) * 0.7f;
+  }
+  logits[4321] = logits[17];  // a tie: the lower id first
+  std::vector<std::pair<double, int32_t>> ranked;
+  double sum = 0;
+  const double best = *std::max_element(logits.begin(), logits.end());
+  for (size_t i = 0; i < logits.size(); ++i) {
+    ranked.emplace_back(std::exp(logits[i] - best), static_cast<int32_t>(i));
+    sum += ranked.back().first;
+  }
+  std::stable_sort(
+      ranked.begin(), ranked.end(), [](const auto& a, const auto& b) { return a.first > b.first; });
+  for (float top_p : {0.02f, 0.5f, 0.95f}) {
+    double mass = 0;
+    size_t keep = 0;
+    while (mass < top_p * sum) {
+      mass += ranked[keep++].first;
+    }
+    for (uint64_t seed = 0; seed < 200; ++seed) {
+      double draw = Philox(seed).uniform(0) * mass;
+      size_t rank = 0;
+      while (rank + 1 < keep && (draw -= ranked[rank].first) >= 0) {
+        ++rank;
+      }
+      EXPECT_EQ(*Sampler({.temperature = 1, .top_p = top_p, .seed = seed}).sample(logits),
+                ranked[rank].second);
+    }
+  }
 }
 
 TEST(Sampler, PenaltiesAndBias) {
