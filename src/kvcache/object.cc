@@ -117,7 +117,7 @@ Result<Object> parse_object(const CacheLayout& layout,
   }
   const char* from = bytes.data() + sizeof header;
   tokens.resize(header.tokens);
-  std::memcpy(tokens.data(), from, header.tokens * 4);
+  std::copy_n(from, header.tokens * 4, reinterpret_cast<char*>(tokens.data()));
   const auto* parts = reinterpret_cast<const uint8_t*>(from + header.tokens * 4);
   Object object{.kind = static_cast<ObjectKind>(header.kind),
                 .parent = header.parent,
