@@ -26,6 +26,7 @@ struct ServeFlags {
   std::vector<std::string> names;
   std::string prefix_cache = "on";
   int64_t window_ttl = 300;
+  double disk_retention_hours = 72;
   double drain_seconds = 30;
 };
 
@@ -100,6 +101,8 @@ Status serve(ServeFlags flags) {
   CACHALOT_TRY(const std::unique_ptr<engine::Runtime> runtime, open_runtime(flags.run));
   flags.engine.chunk = flags.run.chunk;
   flags.engine.state_ttl = std::chrono::seconds(flags.window_ttl);
+  flags.engine.tiers.redis_ttl = static_cast<double>(flags.window_ttl);
+  flags.engine.tiers.disk_retention = flags.disk_retention_hours * 3600;
   flags.engine.prefix_cache = flags.prefix_cache == "on";
   CACHALOT_TRY(const std::unique_ptr<engine::Engine> engine,
                engine::Engine::start(*runtime, flags.engine));
@@ -168,6 +171,23 @@ void add_serve(CLI::App& app, Action& action) {
   command->add_option("--prefix-cache", flags->prefix_cache, "Reuse what earlier prompts computed")
       ->check(CLI::IsMember({"on", "off"}))
       ->capture_default_str();
+  kvcache::TierOptions& tiers = flags->engine.tiers;
+  const CLI::Range any_bytes(int64_t{0}, int64_t{1} << 50);
+  command->add_option("--host-pool", tiers.host_bytes, "Bytes of main memory for evicted prefixes")
+      ->check(any_bytes)
+      ->capture_default_str();
+  command->add_option("--disk", tiers.disk, "Directory in which prefixes outlive the server");
+  command->add_option("--disk-bytes", tiers.disk_bytes, "Bytes of prefixes on disk")
+      ->check(any_bytes)
+      ->capture_default_str();
+  command
+      ->add_option("--disk-retention",
+                   flags->disk_retention_hours,
+                   "Hours since its last use that a prefix stays on disk")
+      ->check(CLI::Range(0.0, 1e6))
+      ->capture_default_str();
+  command->add_option(
+      "--redis", tiers.redis, "Share prefixes with other servers: redis://HOST[:PORT]");
   command
       ->add_option(
           "--drain-timeout", flags->drain_seconds, "Seconds for requests in progress after SIGTERM")

@@ -97,6 +97,21 @@ void engine_families(std::vector<MetricFamily>& all, const engine::EngineStats& 
   pages("cachalot_cache_pages_total",
         "Pages there are; 0: bounded by memory alone",
         &engine::PoolStats::total);
+  const auto tiers = [&](const char* name, const char* help, uint64_t kvcache::TierStats::* field) {
+    MetricFamily& out = family(all, name, help, MetricType::Counter);
+    for (const kvcache::TierStats& tier : s.tiers) {
+      ClientMetric metric;
+      metric.label.push_back({"tier", tier.name});
+      metric.counter.value = static_cast<double>(tier.*field);
+      out.metric.push_back(metric);
+    }
+  };
+  tiers("cachalot_tier_hits_total", "Objects found in a cache tier", &kvcache::TierStats::hits);
+  tiers("cachalot_tier_misses_total", "Objects not found", &kvcache::TierStats::misses);
+  tiers("cachalot_tier_stored_total", "Objects written", &kvcache::TierStats::stored);
+  tiers("cachalot_tier_faults_total",
+        "Failed calls and damaged objects",
+        &kvcache::TierStats::faults);
   histogram(all, "cachalot_queue_seconds", "Time in the queue", s.queue_seconds);
   histogram(all, "cachalot_first_token_seconds", "Time to the first token", s.first_token_seconds);
   histogram(all, "cachalot_inter_token_seconds", "Time between tokens", s.inter_token_seconds);
