@@ -19,7 +19,7 @@ const text::Tokenizer& tokenizer() {
   return tokenizer;
 }
 
-const server::ServedModel& model() {
+const server::ServedModel& served() {
   static const server::ServedModel model = {
       .name = "m", .tokenizer = &tokenizer(), .vocab_size = 512, .context = 4096, .bos_id = 0};
   return model;
@@ -40,8 +40,8 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
     return 0;
   }
   const auto job = [&]() -> Result<std::shared_ptr<const server::Job>> {
-    CACHALOT_TRY(server::GenerationRequest request, dialect.parse(*parsed, model()));
-    return server::prepare(std::move(request), dialect, model());
+    CACHALOT_TRY(server::GenerationRequest request, dialect.parse(*parsed, served()));
+    return server::prepare(std::move(request), dialect, served());
   }();
   if (!job.ok()) {
     const server::ApiError error = server::api_error(job.error(), &*parsed);

@@ -204,14 +204,18 @@ TEST_F(HttpTest, StreamsInChunksWithHeartbeats) {
   std::shared_ptr<Exchange> held;
   std::mutex mutex;
   start(
-      [&](HttpRequest, std::shared_ptr<Exchange> exchange) {
-        exchange->begin_stream({{"x-extra", "1"}});
+      [&](HttpRequest request, std::shared_ptr<Exchange> exchange) {
+        if (request.path != "/stream") {
+          echo(std::move(request), std::move(exchange));
+          return;
+        }
         const std::lock_guard lock(mutex);
-        held = std::move(exchange);
+        held = exchange;
+        exchange->begin_stream({{"x-extra", "1"}});
       },
       options);
   Socket socket(port());
-  socket.send("GET / HTTP/1.1\r\nHost: x\r\n\r\n");
+  socket.send("GET /stream HTTP/1.1\r\nHost: x\r\n\r\n");
   ASSERT_TRUE(socket.read_until(": keep-alive\n\n"));
   const std::lock_guard lock(mutex);
   held->write("data: 1\n\n");
@@ -224,8 +228,8 @@ TEST_F(HttpTest, StreamsInChunksWithHeartbeats) {
   EXPECT_NE(all.find("x-extra: 1"), std::string::npos);
   // What comes after the end is dropped; the connection serves on.
   held->write("late");
-  socket.send("GET / HTTP/1.1\r\nHost: x\r\n\r\n");
-  ASSERT_TRUE(socket.read_until("HTTP/1.1 200"));
+  socket.send("GET /next HTTP/1.1\r\nHost: x\r\n\r\n");
+  ASSERT_TRUE(socket.read_until("GET /next"));
   EXPECT_EQ(socket.take().find("late"), std::string::npos);
   held = nullptr;
 }

@@ -55,7 +55,7 @@ TEST_F(MessagesTest, A48_StreamIsWellFormed) {
     std::vector<std::string> texts;
     bool open = false, signed_thinking = false;
     for (const SseEvent& event : events) {
-      EXPECT_EQ(event.name, event.data["type"]);
+      EXPECT_EQ(json(event.name), event.data["type"]);
       if (event.name == "content_block_start") {
         EXPECT_FALSE(open);
         open = true;
