@@ -112,6 +112,14 @@ void engine_families(std::vector<MetricFamily>& all, const engine::EngineStats& 
   tiers("cachalot_tier_faults_total",
         "Failed calls and damaged objects",
         &kvcache::TierStats::faults);
+  MetricFamily& bytes =
+      family(all, "cachalot_tier_bytes", "Bytes of a tier's objects", MetricType::Gauge);
+  for (const kvcache::TierStats& tier : s.tiers) {
+    ClientMetric metric;
+    metric.label.push_back({"tier", tier.name});
+    metric.gauge.value = static_cast<double>(tier.bytes);
+    bytes.metric.push_back(metric);
+  }
   histogram(all, "cachalot_queue_seconds", "Time in the queue", s.queue_seconds);
   histogram(all, "cachalot_first_token_seconds", "Time to the first token", s.first_token_seconds);
   histogram(all, "cachalot_inter_token_seconds", "Time between tokens", s.inter_token_seconds);
@@ -163,6 +171,12 @@ std::string stats_json(const engine::EngineStats* stats, const std::string& stat
     for (const engine::PoolStats& pool : s.pools) {
       w.begin_object().field("name", pool.name).field("in_use", pool.in_use);
       w.field("cached", pool.cached).field("total", pool.total).end_object();
+    }
+    w.end_array().key("tiers").begin_array();
+    for (const kvcache::TierStats& tier : s.tiers) {
+      w.begin_object().field("name", tier.name).field("hits", tier.hits);
+      w.field("misses", tier.misses).field("stored", tier.stored).field("faults", tier.faults);
+      w.field("bytes", tier.bytes).end_object();
     }
     w.end_array();
   }

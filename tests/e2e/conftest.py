@@ -112,7 +112,7 @@ def server(cachalot, checkpoint):
     running.stop()
 
 
-def wait_until(condition, seconds=20):
+def wait_until(condition, seconds=60):
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline

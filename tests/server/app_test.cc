@@ -133,6 +133,8 @@ TEST_F(AppTest, MetricsHaveTheNamesOfTheContract) {
                            "cachalot_accepted_tokens_total ",
                            "cachalot_cache_pages_in_use{pool=\"main\"} 3",
                            "cachalot_cache_pages_total{pool=\"window\"} 4",
+                           "cachalot_tier_hits_total{tier=\"disk\"} 4",
+                           "cachalot_tier_faults_total{tier=\"disk\"} 1",
                            "cachalot_queue_seconds_bucket{le=\"0.1\"} 1",
                            "cachalot_queue_seconds_bucket{le=\"1\"} 3",
                            "cachalot_queue_seconds_bucket{le=\"+Inf\"} 6",

@@ -143,6 +143,7 @@ class FakeEngine final : public engine::Engine {
     out.cached_tokens = 25;
     out.pools = {{.name = "main", .in_use = 3, .total = 10},
                  {.name = "window", .in_use = 1, .total = 4}};
+    out.tiers = {{.name = "disk", .hits = 4, .faults = 1}};
     out.queue_seconds = {{0.1, 1}, {1, 2, 3}, 7.5};
     return out;
   }
