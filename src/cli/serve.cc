@@ -1,5 +1,6 @@
 // cachalot serve: the HTTP server.
 #include <semaphore.h>
+#include <sys/resource.h>
 
 #include <csignal>
 #include <cstdio>
@@ -49,6 +50,15 @@ void wait_for_signal() {
   }
 }
 
+// Every stream is a socket, and the limit that a shell sets is often below --max-connections.
+void raise_file_limit() {
+  rlimit limit{};
+  if (getrlimit(RLIMIT_NOFILE, &limit) == 0) {
+    limit.rlim_cur = limit.rlim_max;
+    setrlimit(RLIMIT_NOFILE, &limit);
+  }
+}
+
 server::ServedModel served_model(const ServeFlags& flags,
                                  const engine::Runtime& runtime,
                                  const engine::Engine& engine) {
@@ -80,6 +90,7 @@ server::ServedModel served_model(const ServeFlags& flags,
 }
 
 Status serve(ServeFlags flags) {
+  raise_file_limit();
   server::App app(flags.app);
   const auto error_body = [](int status, const std::string& message) {
     server::ApiError error;
