@@ -1,5 +1,6 @@
 // cachalot serve: the HTTP server.
 #include <semaphore.h>
+#include <sys/resource.h>
 
 #include <csignal>
 #include <cstdio>
@@ -26,7 +27,7 @@ struct ServeFlags {
   std::vector<std::string> names;
   std::string prefix_cache = "on";
   int64_t window_ttl = 300;
-  double retention_hours = 72;
+  double disk_retention_hours = 72;
   double drain_seconds = 30;
 };
 
@@ -46,6 +47,15 @@ void wait_for_signal() {
   sigaction(SIGINT, &action, nullptr);
   sigaction(SIGTERM, &action, nullptr);
   while (sem_wait(&stop_requested) != 0) {
+  }
+}
+
+// Every stream is a socket, and the limit that a shell sets is often below --max-connections.
+void raise_file_limit() {
+  rlimit limit{};
+  if (getrlimit(RLIMIT_NOFILE, &limit) == 0) {
+    limit.rlim_cur = limit.rlim_max;
+    setrlimit(RLIMIT_NOFILE, &limit);
   }
 }
 
@@ -80,6 +90,7 @@ server::ServedModel served_model(const ServeFlags& flags,
 }
 
 Status serve(ServeFlags flags) {
+  raise_file_limit();
   server::App app(flags.app);
   const auto error_body = [](int status, const std::string& message) {
     server::ApiError error;
@@ -102,7 +113,7 @@ Status serve(ServeFlags flags) {
   flags.engine.chunk = flags.run.chunk;
   flags.engine.state_ttl = std::chrono::seconds(flags.window_ttl);
   flags.engine.tiers.redis_ttl = static_cast<double>(flags.window_ttl);
-  flags.engine.tiers.disk_retention = flags.retention_hours * 3600;
+  flags.engine.tiers.disk_retention = flags.disk_retention_hours * 3600;
   flags.engine.prefix_cache = flags.prefix_cache == "on";
   CACHALOT_TRY(const std::unique_ptr<engine::Engine> engine,
                engine::Engine::start(*runtime, flags.engine));
@@ -171,28 +182,23 @@ void add_serve(CLI::App& app, Action& action) {
   command->add_option("--prefix-cache", flags->prefix_cache, "Reuse what earlier prompts computed")
       ->check(CLI::IsMember({"on", "off"}))
       ->capture_default_str();
-  command
-      ->add_option("--host-pool",
-                   flags->engine.tiers.host_bytes,
-                   "Bytes of main memory for pages behind the pools; 0: none")
-      ->check(CLI::Range(int64_t{0}, int64_t{1} << 50))
+  kvcache::TierOptions& tiers = flags->engine.tiers;
+  const CLI::Range any_bytes(int64_t{0}, int64_t{1} << 50);
+  command->add_option("--host-pool", tiers.host_bytes, "Bytes of main memory for evicted prefixes")
+      ->check(any_bytes)
       ->capture_default_str();
-  auto* disk = command->add_option(
-      "--disk", flags->engine.tiers.disk, "Directory that keeps the pages over a restart");
-  command->add_option("--disk-bytes", flags->engine.tiers.disk_bytes, "Its size")
-      ->check(CLI::Range(int64_t{1}, int64_t{1} << 50))
-      ->needs(disk)
+  command->add_option("--disk", tiers.disk, "Directory in which prefixes outlive the server");
+  command->add_option("--disk-bytes", tiers.disk_bytes, "Bytes of prefixes on disk")
+      ->check(any_bytes)
       ->capture_default_str();
   command
       ->add_option("--disk-retention",
-                   flags->retention_hours,
-                   "Hours since the last use that a page is kept")
+                   flags->disk_retention_hours,
+                   "Hours since its last use that a prefix stays on disk")
       ->check(CLI::Range(0.0, 1e6))
-      ->needs(disk)
       ->capture_default_str();
-  command->add_option("--redis",
-                      flags->engine.tiers.redis,
-                      "redis://HOST[:PORT], a pool that servers share; states live --window-ttl");
+  command->add_option(
+      "--redis", tiers.redis, "Share prefixes with other servers: redis://HOST[:PORT]");
   command
       ->add_option(
           "--drain-timeout", flags->drain_seconds, "Seconds for requests in progress after SIGTERM")

@@ -107,6 +107,11 @@ const std::vector<App::Route>& App::routes() {
        &kChatCompletions,
        false,
        [](App& app, const Call& call) { app.models(call); }},
+      {"GET",
+       "/models/",
+       &kChatCompletions,
+       false,
+       [](App& app, const Call& call) { app.models(call); }},
       {"POST",
        "/tokenize",
        &kCompletions,
@@ -146,7 +151,10 @@ void App::handle(HttpRequest request, std::shared_ptr<Exchange> exchange) {
   const Route* route = nullptr;
   bool other_method = false;
   for (const Route& candidate : routes()) {
-    if (candidate.path == path) {
+    // A path that ends in a slash stands for everything below it.
+    const bool below = candidate.path.size() > 1 && candidate.path.ends_with('/') &&
+                       path.size() > candidate.path.size() && path.starts_with(candidate.path);
+    if (candidate.path == path || below) {
       const bool same = candidate.method == request.method;
       route = same ? &candidate : route;
       other_method = other_method || !same;
@@ -358,18 +366,31 @@ void App::detokenize(const Call& call) {
   refuse(call, kCompletions, api_error(status, &body));
 }
 
+// The list, or the one model that the path names.
 void App::models(const Call& call) {
-  if (const Status status = check_ready(); !status.ok()) {
+  Status status = check_ready();
+  const std::string_view path = without_base(call.request.path);
+  const std::string_view name =
+      path.substr(std::min(path.size(), std::string_view("/models/").size()));
+  if (status.ok()) {
+    status = check_model(*model_, name);
+  }
+  if (!status.ok()) {
     refuse(call, kChatCompletions, api_error(status));
     return;
   }
   JsonWriter w;
-  w.begin_object().field("object", "list").key("data").begin_array();
-  const auto entry = [&](const std::string& name) {
-    w.begin_object().field("id", name).field("object", "model").field("created", 0);
+  const auto entry = [&](std::string_view id) {
+    w.begin_object().field("id", id).field("object", "model").field("created", 0);
     w.field("owned_by", "cachalot").field("max_model_len", model_->context);
     w.field("context_length", model_->context).end_object();
   };
+  if (!name.empty()) {
+    entry(name);
+    reply(call, {.body = w.text()});
+    return;
+  }
+  w.begin_object().field("object", "list").key("data").begin_array();
   entry(model_->name);
   for (const std::string& alias : model_->aliases) {
     entry(alias);

@@ -106,20 +106,19 @@ void engine_families(std::vector<MetricFamily>& all, const engine::EngineStats& 
       out.metric.push_back(metric);
     }
   };
-  if (!s.tiers.empty()) {
-    tiers("cachalot_tier_hits_total", "Objects found", &kvcache::TierStats::hits);
-    tiers("cachalot_tier_misses_total", "Objects not found", &kvcache::TierStats::misses);
-    tiers("cachalot_tier_stored_total", "Objects stored", &kvcache::TierStats::stored);
-    tiers("cachalot_tier_faults_total",
-          "Failed calls and damaged objects",
-          &kvcache::TierStats::faults);
-    MetricFamily& bytes = family(all, "cachalot_tier_bytes", "Bytes of objects", MetricType::Gauge);
-    for (const kvcache::TierStats& tier : s.tiers) {
-      ClientMetric metric;
-      metric.label.push_back({"tier", tier.name});
-      metric.gauge.value = static_cast<double>(tier.bytes);
-      bytes.metric.push_back(metric);
-    }
+  tiers("cachalot_tier_hits_total", "Objects found in a cache tier", &kvcache::TierStats::hits);
+  tiers("cachalot_tier_misses_total", "Objects not found", &kvcache::TierStats::misses);
+  tiers("cachalot_tier_stored_total", "Objects written", &kvcache::TierStats::stored);
+  tiers("cachalot_tier_faults_total",
+        "Failed calls and damaged objects",
+        &kvcache::TierStats::faults);
+  MetricFamily& bytes =
+      family(all, "cachalot_tier_bytes", "Bytes of a tier's objects", MetricType::Gauge);
+  for (const kvcache::TierStats& tier : s.tiers) {
+    ClientMetric metric;
+    metric.label.push_back({"tier", tier.name});
+    metric.gauge.value = static_cast<double>(tier.bytes);
+    bytes.metric.push_back(metric);
   }
   histogram(all, "cachalot_queue_seconds", "Time in the queue", s.queue_seconds);
   histogram(all, "cachalot_first_token_seconds", "Time to the first token", s.first_token_seconds);
