@@ -2,7 +2,7 @@
 .PHONY: build run test bench cuda clean python
 
 JOBS ?= $(shell nproc)
-MODEL ?= build/models/t1
+MODEL ?= models/krill
 
 build:
 	@tools/install.sh build
@@ -10,15 +10,8 @@ build:
 	@test -f build/build.ninja || cmake --preset release
 	cmake --build --preset release -j $(JOBS) --target cachalot
 
-# Until a trained model ships, the main job runs on a synthetic checkpoint: random weights, so the text
-# is noise, but every part of the architecture is at work.
-$(MODEL)/config.json:
-	build/cachalot synth --preset t1 --seed 1 --out $(MODEL)
-
 run: build
-	@$(MAKE) --no-print-directory $(MODEL)/config.json
-	@echo "Generating from a synthetic checkpoint (random weights: the text is noise)." >&2
-	build/cachalot run -m $(MODEL) -p "The sperm whale dives" -n 64 --seed 1
+	build/cachalot run -m $(MODEL) -p "The sperm whale" -n 64 --seed 1
 
 python: .venv/installed
 
