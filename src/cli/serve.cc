@@ -111,6 +111,7 @@ Status serve(ServeFlags flags) {
 
   CACHALOT_TRY(const std::unique_ptr<engine::Runtime> runtime, open_runtime(flags.run));
   flags.engine.chunk = flags.run.chunk;
+  flags.engine.speculation.length = flags.run.spec_length;
   flags.engine.state_ttl = std::chrono::seconds(flags.window_ttl);
   flags.engine.tiers.redis_ttl = static_cast<double>(flags.window_ttl);
   flags.engine.tiers.disk_retention = flags.disk_retention_hours * 3600;

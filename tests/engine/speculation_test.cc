@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <array>
 #include <cmath>
 #include <numeric>
@@ -27,7 +28,11 @@ Verdict draft_and_judge(const Sampler& sampler,
                         bool best_draft = false) {
   Distribution from = sampler.distribution(q);
   if (best_draft) {
-    from = {{from.tokens[0]}, from.tokens[0].weight};
+    const Distribution::Token best = *std::max_element(
+        from.tokens.begin(), from.tokens.end(), [](const auto& a, const auto& b) {
+          return a.weight < b.weight;
+        });
+    from = {{best}, best.weight};
   }
   return *judge(sampler, p, {}, {from.pick(sampler.uniform(Draw::kDraft)), from});
 }
