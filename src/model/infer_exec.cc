@@ -184,7 +184,7 @@ void InferExec::enter_decoder(SiteVar& site) {
     shape.extent[0] = to.rows;
     const Var kept = make(var->dtype, shape);
     const int64_t row_bytes = var->bytes() / from.rows;
-    for (size_t s = 0; s < to.member.size() && status_.ok(); ++s) {
+    for (size_t s = 0; s < to.member.size() && kept.data != nullptr && status_.ok(); ++s) {
       const int64_t source = from.row_begin[static_cast<size_t>(to.member[s])] + to.first[s];
       run(device_.copy(static_cast<uint8_t*>(kept.data) + to.row_begin[s] * row_bytes,
                        static_cast<const uint8_t*>(var->data) + source * row_bytes,

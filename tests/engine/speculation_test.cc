@@ -28,8 +28,8 @@ Verdict draft_and_judge(const Sampler& sampler,
                         bool best_draft = false) {
   Distribution from = sampler.distribution(q);
   if (best_draft) {
-    const Distribution::Token best = *std::max_element(
-        from.tokens.begin(), from.tokens.end(), [](const auto& a, const auto& b) {
+    const Distribution::Token best =
+        *std::max_element(from.tokens.begin(), from.tokens.end(), [](const auto& a, const auto& b) {
           return a.weight < b.weight;
         });
     from = {{best}, best.weight};
