@@ -1,5 +1,6 @@
 # The grammar core of structured output: xgrammar from its source package, which tools/grammar.sh
-# unpacks. Without it the server refuses requests for structured output.
+# unpacks. Without it the server refuses requests for structured output. xgrammar 0.2.8 does not compile
+# with clang 19 and libstdc++ 12 (an incomplete type in a variant), so the clang presets leave it out.
 file(STRINGS ${CMAKE_SOURCE_DIR}/requirements-build.txt xgrammar_line REGEX "^xgrammar==")
 string(REPLACE "xgrammar==" "" xgrammar_version "${xgrammar_line}")
 set(xgrammar_source ${CMAKE_SOURCE_DIR}/.cache/xgrammar-${xgrammar_version})
