@@ -1,5 +1,7 @@
 #include "kvcache/layout.h"
 
+#include <xxhash.h>
+
 namespace cachalot::kvcache {
 
 int64_t CacheLayout::page_bytes() const {
@@ -12,6 +14,19 @@ int64_t CacheLayout::page_bytes() const {
 
 double CacheLayout::bytes_per_token() const {
   return static_cast<double>(page_bytes()) / static_cast<double>(page_tokens);
+}
+
+uint64_t CacheLayout::hash() const {
+  std::vector<int64_t> numbers = {layers,
+                                  draft_stages,
+                                  window,
+                                  window_row_bytes,
+                                  main_row_bytes,
+                                  index_row_bytes,
+                                  compressed_dim,
+                                  lookback};
+  numbers.insert(numbers.end(), ratios.begin(), ratios.end());
+  return XXH3_64bits(numbers.data(), numbers.size() * sizeof(int64_t));
 }
 
 }  // namespace cachalot::kvcache

@@ -27,6 +27,10 @@ struct CacheLayout {
   // Global cache bytes per position: 890 for the released model.
   double bytes_per_token() const;
   int64_t rings() const { return layers + draft_stages; }
+  // Hash of everything that gives the bytes of a request's caches their meaning, whatever the
+  // pages.
+  uint64_t hash() const;
+
   // Window rings of one request.
   int64_t window_bytes() const { return rings() * window * window_row_bytes; }
   // A window state: all rings, then the open group of every source; both parts end at multiples of

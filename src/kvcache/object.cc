@@ -27,19 +27,9 @@ struct Header {
   uint64_t second_bytes;
 };
 
-// Hash of everything that gives the bytes of a page their meaning.
-uint64_t layout_hash(const CacheLayout& layout) {
-  std::vector<int64_t> numbers = {layout.layers,
-                                  layout.draft_stages,
-                                  layout.window,
-                                  layout.window_row_bytes,
-                                  layout.main_row_bytes,
-                                  layout.index_row_bytes,
-                                  layout.compressed_dim,
-                                  layout.lookback,
-                                  layout.page_tokens};
-  numbers.insert(numbers.end(), layout.ratios.begin(), layout.ratios.end());
-  return XXH3_64bits(numbers.data(), numbers.size() * sizeof(int64_t));
+// What gives the bytes of a page their meaning.
+uint64_t page_hash(const CacheLayout& layout) {
+  return XXH3_64bits_withSeed(&layout.page_tokens, sizeof layout.page_tokens, layout.hash());
 }
 
 uint64_t checksum(std::string_view object) {
@@ -59,7 +49,7 @@ std::string encode_object(const CacheLayout& layout, const Object& object) {
                 .checksum = 0,
                 .bytes = sizeof header + object.tokens.size_bytes() + object.first.size() +
                          object.second.size(),
-                .layout = layout_hash(layout),
+                .layout = page_hash(layout),
                 .parent = object.parent,
                 .decoder_from = object.decoder_from,
                 .kind = static_cast<uint64_t>(object.kind),
@@ -96,7 +86,7 @@ Result<Object> parse_object(const CacheLayout& layout,
   if (header.bytes != bytes.size() || header.checksum != checksum(bytes)) {
     return error(Code::kDataLoss, "cache object of {} bytes is damaged", bytes.size());
   }
-  if (header.layout != layout_hash(layout)) {
+  if (header.layout != page_hash(layout)) {
     return error(Code::kDataLoss, "cache object of another layout");
   }
   const auto page = static_cast<uint64_t>(layout.page_bytes());

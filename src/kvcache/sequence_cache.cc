@@ -24,19 +24,6 @@ struct RecordHeader {
   uint64_t layout_hash;
 };
 
-uint64_t layout_hash(const CacheLayout& layout) {
-  std::vector<int64_t> numbers = {layout.layers,
-                                  layout.draft_stages,
-                                  layout.window,
-                                  layout.window_row_bytes,
-                                  layout.main_row_bytes,
-                                  layout.index_row_bytes,
-                                  layout.compressed_dim,
-                                  layout.lookback};
-  numbers.insert(numbers.end(), layout.ratios.begin(), layout.ratios.end());
-  return XXH3_64bits(numbers.data(), numbers.size() * sizeof(int64_t));
-}
-
 uint64_t record_checksum(std::string_view record) {
   constexpr size_t kFrom = offsetof(RecordHeader, bytes);
   return XXH3_64bits(record.data() + kFrom, record.size() - kFrom);
@@ -186,10 +173,8 @@ Result<std::string> SequenceCache::save() const {
     record.resize(begin + static_cast<size_t>(bytes));
     return pool_.memory().read(record.data() + begin, memory, bytes, nullptr);
   }));
-  RecordHeader header{.checksum = 0,
-                      .bytes = record.size(),
-                      .length = view_.length,
-                      .layout_hash = layout_hash(layout_)};
+  RecordHeader header{
+      .checksum = 0, .bytes = record.size(), .length = view_.length, .layout_hash = layout_.hash()};
   std::memcpy(header.magic, kMagic, sizeof kMagic);
   std::memcpy(record.data(), &header, sizeof header);
   header.checksum = record_checksum(record);
@@ -210,8 +195,7 @@ Status SequenceCache::restore(std::string_view record) {
   if (header.bytes != record.size() || header.checksum != record_checksum(record)) {
     return error(Code::kDataLoss, "cache record of {} bytes is damaged", record.size());
   }
-  if (header.layout_hash != layout_hash(layout_) || header.length < 0 ||
-      header.length > kMaxLength) {
+  if (header.layout_hash != layout_.hash() || header.length < 0 || header.length > kMaxLength) {
     return error(Code::kDataLoss, "cache record belongs to another model");
   }
   CACHALOT_RETURN_IF_ERROR(reserve(header.length));
