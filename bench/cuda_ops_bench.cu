@@ -515,23 +515,31 @@ void bench_experts(Bench& bench) {
 
 // Decode rows: one row per sequence at position `context` - 1, pages of 128 rows.
 struct Decode {
-  Decode(Bench& bench, int64_t batch, int64_t context, int64_t row_bytes, Fill fill) {
+  Decode(Bench& bench,
+         int64_t batch,
+         int64_t context,
+         int64_t row_bytes,
+         Fill fill,
+         int64_t rows_each = 1) {
     std::vector<int32_t> position, sequence, begin, start;
     for (int64_t s = 0; s < batch; ++s) {
-      position.push_back(static_cast<int32_t>(context - 1));
-      sequence.push_back(static_cast<int32_t>(s));
-      begin.push_back(static_cast<int32_t>(s));
-      start.push_back(static_cast<int32_t>(context - 1));
+      begin.push_back(static_cast<int32_t>(s * rows_each));
+      start.push_back(static_cast<int32_t>(context - rows_each));
+      for (int64_t i = context - rows_each; i < context; ++i) {
+        position.push_back(static_cast<int32_t>(i));
+        sequence.push_back(static_cast<int32_t>(s));
+      }
     }
-    begin.push_back(static_cast<int32_t>(batch));
-    rows.rows = rows.sequences = batch;
-    rows.position = bench.ints(position, {batch});
-    rows.sequence = bench.ints(sequence, {batch});
+    begin.push_back(static_cast<int32_t>(batch * rows_each));
+    rows.rows = batch * rows_each;
+    rows.sequences = batch;
+    rows.position = bench.ints(position, {rows.rows});
+    rows.sequence = bench.ints(sequence, {rows.rows});
     rows.row_begin = bench.ints(begin, {batch + 1});
     rows.start = bench.ints(start, {batch});
-    rows.is_image = {bench.uploaded(std::vector<uint8_t>(static_cast<size_t>(batch))),
+    rows.is_image = {bench.uploaded(std::vector<uint8_t>(static_cast<size_t>(rows.rows))),
                      DType::kU8,
-                     {batch},
+                     {rows.rows},
                      Device::kCuda};
     const int64_t pages = (context + 127) / 128;
     uint8_t* memory = bench.filled(batch * pages * 128 * row_bytes, fill);
@@ -610,54 +618,59 @@ void bench_attend(Bench& bench) {
 void bench_index_select(Bench& bench) {
   struct Case {
     const char* name;
-    int64_t batch, context;
+    int64_t batch, rows, context;
   };
-  const Case cases[] = {{"index_select", 1, 131072},
-                        {"index_select", 1, 524288},
-                        {"index_select", 64, 131072},
-                        {"index_select", 64, 8192},
-                        {"index_select.source", 1, 131072},
-                        {"index_select.source", 64, 131072},
-                        {"index_select.consumer", 1, 131072},
-                        {"index_select.consumer", 64, 131072}};
+  const Case cases[] = {{"index_select", 1, 1, 131072},
+                        {"index_select", 1, 1, 524288},
+                        {"index_select", 64, 1, 131072},
+                        {"index_select", 64, 6, 131072},
+                        {"index_select", 1, 4096, 131072},
+                        {"index_select", 64, 1, 8192},
+                        {"index_select.source", 1, 1, 131072},
+                        {"index_select.source", 64, 1, 131072},
+                        {"index_select.source", 1, 4096, 131072},
+                        {"index_select.consumer", 1, 1, 131072},
+                        {"index_select.consumer", 64, 1, 131072},
+                        {"index_select.consumer", 1, 4096, 131072}};
   for (const Case& c : cases) {
-    if (!bench.wanted(c.name)) {
+    const std::string shape = std::to_string(c.batch) + "x" +
+                              (c.rows == 1 ? "" : std::to_string(c.rows) + "x") +
+                              std::to_string(c.context);
+    if (!bench.wanted(std::string(c.name) + " " + shape)) {
       continue;
     }
     const size_t start = bench.mark();
-    const int64_t hi = 32, di = 128, k = 512, blocks = 2048;
+    const int64_t hi = 32, di = 128, k = 512, blocks = 2048, t = c.batch * c.rows;
     const bool source = std::strstr(c.name, "source") != nullptr;
     const bool consumer = std::strstr(c.name, "consumer") != nullptr;
-    const Decode decode(bench, c.batch, c.context, 68, Fill::kIndexRow);
+    const Decode decode(bench, c.batch, c.context, 68, Fill::kIndexRow, c.rows);
     ops::IndexSelectArgs args;
     args.rows = decode.rows;
     args.ratio = 1;
-    args.q = bench.tensor(DType::kBF16, {c.batch, hi * di});
-    args.w = bench.tensor(DType::kBF16, {c.batch, hi});
-    args.rope = bench.tensor(DType::kF32, {c.batch, 32, 2});
+    args.q = bench.tensor(DType::kBF16, {t, hi * di});
+    args.w = bench.tensor(DType::kBF16, {t, hi});
+    args.rope = bench.tensor(DType::kF32, {t, 32, 2});
     args.index = decode.main;
     args.entries_bound = c.context;
-    args.selected =
-        bench.ints(std::vector<int32_t>(static_cast<size_t>(c.batch * k)), {c.batch, k});
+    args.selected = bench.ints(std::vector<int32_t>(static_cast<size_t>(t * k)), {t, k});
     std::vector<int32_t> ids;
-    for (int64_t s = 0; s < c.batch; ++s) {
+    for (int64_t s = 0; s < t; ++s) {
       for (int64_t i = 0; i < blocks; ++i) {
         ids.push_back(static_cast<int32_t>(i * (c.context / 8 / blocks)));
       }
     }
     if (source || consumer) {
       args.candidate_block = 8;
-      (source ? args.candidates_out : args.candidates) = bench.ints(ids, {c.batch, blocks});
+      (source ? args.candidates_out : args.candidates) = bench.ints(ids, {t, blocks});
     }
-    const double seconds = bench.time(c.batch == 1 ? 20 : 4,
-                                      [&](int) { return ops::index_select(bench.ctx(), args); });
-    const double entries =
-        static_cast<double>(c.batch) * static_cast<double>(consumer ? blocks * 8 : c.context);
+    const double seconds =
+        bench.time(t == 1 ? 20 : 4, [&](int) { return ops::index_select(bench.ctx(), args); });
+    const double entries = static_cast<double>(consumer ? blocks * 8 : c.context);
     bench.report(c.name,
-                 std::to_string(c.batch) + "x" + std::to_string(c.context),
+                 shape,
                  seconds,
-                 entries * 68,
-                 entries * 8192);
+                 static_cast<double>(consumer ? t : c.batch) * entries * 68,
+                 static_cast<double>(t) * entries * 8192);
     bench.release(start);
   }
 }

@@ -32,7 +32,7 @@ struct ExpertProblem {
   const ExpertGroup* groups;
   const int* group_count;
   int group_tokens;     // at most, in a group
-  bool wide;            // x and hidden are in wide order: groups of more than 8 tokens
+  bool wide;            // x and hidden are in wide order: groups of more than kFewTokens tokens
   const Bf16* x_fp4;    // [T, D] quantized, in FP4 order
   const Bf16* x_fp8;    // [T, D] quantized, in FP8 order
   Bf16* hidden_routed;  // [T k, F] quantized, in FP4 order
@@ -141,7 +141,9 @@ __device__ __forceinline__ void store_hidden(
   to[pair * p.f + place] = from_float<Bf16>(h);
 }
 
-// The two products for groups of at most 8 tokens, and for groups of at most 32 or 128.
+constexpr int kFewTokens = 2 * kTokenTile;
+
+// The two products for groups of at most kFewTokens tokens, and for groups of at most 32 or 128.
 Status experts_few(const OpContext& ctx, const ExpertProblem& p, int64_t groups);
 Status experts_many(const OpContext& ctx, const ExpertProblem& p, int64_t groups);
 

@@ -1,4 +1,4 @@
-// Experts with few tokens: groups of at most 8, one warp per tile of 16 weight rows.
+// Experts with few tokens: groups of at most 8 or 16, one warp per tile of 16 weight rows.
 //
 //   hidden = round(silu(min(w1 x, limit)) clamp(w3 x, +-limit) weight), quantized to FP8 blocks
 //   out = round(w2 hidden)
@@ -43,30 +43,32 @@ using OutFp8 = WeightRing<Fp8Rows, 3>;
 constexpr int kHiddenRing = std::max(HiddenFp4::kBytes, HiddenFp8::kBytes);
 constexpr int kOutRing = std::max(OutFp4::kBytes, OutFp8::kBytes);
 
-template <class W, int kStages>
+// Blocks of a multiprocessor: as many as the registers of kTiles token tiles allow.
+template <int kTiles>
+constexpr int kBlocks = kTiles == 1 ? 6 : 4;
+
+template <class W, int kStages, int kTiles>
 __device__ __forceinline__ void multiply(WeightRing<W, kStages>& ring,
                                          const ExpertProblem& p,
                                          const ExpertTile& tile,
                                          bool hidden,
                                          int chunks,
                                          const Lane& lane,
-                                         float (&total)[4]) {
-  const uint16_t* row = expert_input(p, tile, lane.g, hidden);
-  run_chunks(ring,
-             row == nullptr ? nullptr : row + 8 * lane.t,
-             chunks,
-             lane,
-             [&](int, const float (&part)[4]) {
+                                         float (&total)[kTiles][4]) {
+  const uint16_t* row[kTiles];
 #pragma unroll
-               for (int i = 0; i < 4; ++i) {
-                 total[i] += part[i];
-               }
-             });
+  for (int m = 0; m < kTiles; ++m) {
+    row[m] = expert_input(p, tile, m * kTokenTile + lane.g, hidden);
+    row[m] = row[m] == nullptr ? nullptr : row[m] + 8 * lane.t;
+  }
+  run_chunks(
+      ring, row, chunks, lane, [&](int, const float (&part)[kTiles][4]) { add_part(total, part); });
 }
 
-__global__ void __launch_bounds__(kThreads, 6)
+template <int kTiles>
+__global__ void __launch_bounds__(kThreads, kBlocks<kTiles>)
     hidden_kernel(const __grid_constant__ ExpertProblem p) {
-  __shared__ float hidden[kTokenTile][kHiddenBlock + 1];
+  __shared__ float hidden[kTiles * kTokenTile][kHiddenBlock + 1];
   const Lane lane;
   const int warp = static_cast<int>(threadIdx.x) / 32;
   const ExpertTile tile = expert_tile(p, p.f / kHiddenBlock, kHiddenBlock);
@@ -76,7 +78,7 @@ __global__ void __launch_bounds__(kThreads, 6)
   const int chunks = static_cast<int>(p.d / kChunk);
   const int64_t row = tile.row + warp * kColumns;
   uint8_t* memory = dynamic_shared() + warp * kHiddenRing;
-  float total[4] = {};
+  float total[kTiles][4] = {};
   if (tile.shared) {
     const TileRows rows = gate_up_rows<Fp8Pair>(tile.expert, row, p.d, lane);
     HiddenFp8 ring(memory, rows, chunks * (kChunk / Fp8Pair::kStep));
@@ -91,11 +93,14 @@ __global__ void __launch_bounds__(kThreads, 6)
     multiply(ring, p, tile, false, chunks, lane, total);
   }
 #pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const int n = 2 * lane.t + i;
-    if (n < tile.group.count) {
-      hidden[n][warp * kColumns + lane.g] =
-          hidden_value(p, tile, pair_row(p, tile, n), total[i], total[2 + i]);
+  for (int m = 0; m < kTiles; ++m) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int n = m * kTokenTile + 2 * lane.t + i;
+      if (n < tile.group.count) {
+        hidden[n][warp * kColumns + lane.g] =
+            hidden_value(p, tile, pair_row(p, tile, n), total[m][i], total[m][2 + i]);
+      }
     }
   }
   __syncthreads();
@@ -104,7 +109,9 @@ __global__ void __launch_bounds__(kThreads, 6)
   }
 }
 
-__global__ void __launch_bounds__(kThreads, 6) out_kernel(const __grid_constant__ ExpertProblem p) {
+template <int kTiles>
+__global__ void __launch_bounds__(kThreads, kBlocks<kTiles>)
+    out_kernel(const __grid_constant__ ExpertProblem p) {
   const Lane lane;
   const int warp = static_cast<int>(threadIdx.x) / 32;
   const ExpertTile tile = expert_tile(p, p.d / kOutBlock, kOutBlock);
@@ -114,7 +121,7 @@ __global__ void __launch_bounds__(kThreads, 6) out_kernel(const __grid_constant_
   const int chunks = static_cast<int>(p.f / kChunk);
   const int64_t row = tile.row + warp * kTileRows;
   uint8_t* memory = dynamic_shared() + warp * kOutRing;
-  float total[4] = {};
+  float total[kTiles][4] = {};
   if (tile.shared) {
     const TileRows rows =
         tile_rows<Fp8Rows>(tile.expert.w2, tile.expert.w2_scales, row, p.d, p.f, lane);
@@ -132,32 +139,40 @@ __global__ void __launch_bounds__(kThreads, 6) out_kernel(const __grid_constant_
   }
   Bf16* out = tile.shared ? p.out_shared : p.out_routed;
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const int n = 2 * lane.t + i % 2;
-    if (n < tile.group.count) {
-      out[pair_row(p, tile, n) * p.d + row + lane.g + 8 * (i / 2)] =
-          from_float<Bf16>(total[i] * kLateScale);
+  for (int m = 0; m < kTiles; ++m) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int n = m * kTokenTile + 2 * lane.t + i % 2;
+      if (n < tile.group.count) {
+        out[pair_row(p, tile, n) * p.d + row + lane.g + 8 * (i / 2)] =
+            from_float<Bf16>(total[m][i] * kLateScale);
+      }
     }
   }
 }
 
-}  // namespace
-
-Status experts_few(const OpContext& ctx, const ExpertProblem& p, int64_t groups) {
+template <int kTiles>
+Status run(const OpContext& ctx, const ExpertProblem& p, int64_t groups) {
   CACHALOT_RETURN_IF_ERROR(launch(ctx,
                                   "experts_hidden",
-                                  hidden_kernel,
+                                  hidden_kernel<kTiles>,
                                   extent(groups * (p.f / kHiddenBlock)),
                                   kThreads,
                                   kWarps * kHiddenRing,
                                   p));
   return launch(ctx,
                 "experts_out",
-                out_kernel,
+                out_kernel<kTiles>,
                 extent(groups * (p.d / kOutBlock)),
                 kThreads,
                 kWarps * kOutRing,
                 p);
+}
+
+}  // namespace
+
+Status experts_few(const OpContext& ctx, const ExpertProblem& p, int64_t groups) {
+  return p.group_tokens <= kTokenTile ? run<1>(ctx, p, groups) : run<2>(ctx, p, groups);
 }
 
 }  // namespace cachalot::ops::cuda

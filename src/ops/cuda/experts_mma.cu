@@ -139,7 +139,7 @@ __global__ void __launch_bounds__(kThreads)
 // Tokens of a group, by the mean number of tokens of an expert.
 int64_t group_tokens(int64_t pairs, int64_t experts) {
   const int64_t mean = pairs / experts;
-  return mean <= 4 ? kTokenTile : mean <= 24 ? 32 : 128;
+  return mean <= 4 ? kTokenTile : mean <= 12 ? kFewTokens : mean <= 24 ? 32 : 128;
 }
 
 }  // namespace
@@ -194,7 +194,7 @@ Status experts_mma(OpContext& ctx, const ExpertsArgs& args) {
                         .groups = group_list,
                         .group_count = group_count,
                         .group_tokens = static_cast<int>(tokens),
-                        .wide = tokens > kTokenTile,
+                        .wide = tokens > kFewTokens,
                         .x_fp4 = x_fp4,
                         .x_fp8 = x_fp8,
                         .hidden_routed = scratch.array<Bf16>(pairs * f),
@@ -228,7 +228,7 @@ Status experts_mma(OpContext& ctx, const ExpertsArgs& args) {
                                                  p.wide,
                                                  x_fp4,
                                                  has_shared ? x_fp8 : nullptr));
-  CACHALOT_RETURN_IF_ERROR(tokens == kTokenTile ? experts_few(ctx, p, groups)
+  CACHALOT_RETURN_IF_ERROR(tokens <= kFewTokens ? experts_few(ctx, p, groups)
                                                 : experts_many(ctx, p, groups));
   return launch(ctx,
                 "experts_combine",

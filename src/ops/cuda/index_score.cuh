@@ -36,11 +36,6 @@ struct IndexProblem {
 
 IndexProblem index_problem(const IndexSelectArgs& args);
 
-// Tiles of 16 heads that the tensor-core form takes; 0: the shape has only the form by elements.
-inline int index_head_tiles(const IndexProblem& p) {
-  return p.dim == kIndexMmaDim && p.heads % 16 == 0 && p.heads <= 64 ? p.heads / 16 : 0;
-}
-
 __host__ __device__ constexpr int power_of_two(int n) {
   int p = 1;
   while (p < n) {
@@ -112,97 +107,6 @@ __device__ __forceinline__ float score_thread(const IndexProblem& p,
   }
   return sum * p.scale;
 }
-
-// Columns of one head in step i (0..7) of the mma chain, for lane quarter t: 32 t + 8 (i / 2) +
-// {n, n + 4} in `first`, {n + 1, n + 5} in `second`, n = 2 (i % 2): the order in which nibbles
-// unpack.
-__device__ __forceinline__ void query_fragment(
-    const float* query, int head, int i, const Lane& lane, uint32_t& first, uint32_t& second) {
-  const float* c = query + head * kIndexMmaDim + 32 * lane.t + i / 2 * 8 + i % 2 * 2;
-  first = bf16_pair(c[0], c[4]);
-  second = bf16_pair(c[1], c[5]);
-}
-
-// Queries as A operands: tile m holds heads 16 m .. 16 m + 15.
-template <int kHeadTiles>
-struct QueryFragments {
-  uint32_t a[kHeadTiles][8][4];
-  float weight[kHeadTiles][2];
-
-  __device__ __forceinline__ void load(const float* query, const float* weights, const Lane& lane) {
-#pragma unroll
-    for (int m = 0; m < kHeadTiles; ++m) {
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const int head = 16 * m + lane.g + 8 * r;
-        weight[m][r] = weights[head];
-#pragma unroll
-        for (int i = 0; i < 8; ++i) {
-          query_fragment(query, head, i, lane, a[m][i][r], a[m][i][2 + r]);
-        }
-      }
-    }
-  }
-
-  // Scores of eight entries; `row` is that of entry g, null if there is none. The result is valid
-  // in lanes 0 .. 3 (g = 0): entries 2 t and 2 t + 1.
-  __device__ __forceinline__ float2 scores(const uint8_t* row, const Lane& lane) const {
-    uint32_t codes[4] = {}, scale = 0;
-    if (row != nullptr) {
-      const auto* words = reinterpret_cast<const uint32_t*>(row);
-#pragma unroll
-      for (int q = 0; q < 4; ++q) {
-        codes[q] = words[4 * lane.t + q];
-      }
-      scale = bf16_scale(words[kIndexMmaDim / 8], lane.t, 86);
-    }
-    float acc[kHeadTiles][4] = {};
-    unrolled<8>([&]<int i>() {
-      const uint32_t b0 = mul_bf16x2(Fp4Weights::nibbles<i % 2 * 2>(codes[i / 2]), scale);
-      const uint32_t b1 = mul_bf16x2(Fp4Weights::nibbles<i % 2 * 2 + 1>(codes[i / 2]), scale);
-#pragma unroll
-      for (int m = 0; m < kHeadTiles; ++m) {
-        mma_bf16(acc[m], a[m][i][0], a[m][i][1], a[m][i][2], a[m][i][3], b0, b1);
-      }
-    });
-    float2 sum = make_float2(0, 0);
-#pragma unroll
-    for (int m = 0; m < kHeadTiles; ++m) {
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        sum.x = fmaf(fmaxf(acc[m][2 * r], 0.0f), weight[m][r], sum.x);
-        sum.y = fmaf(fmaxf(acc[m][2 * r + 1], 0.0f), weight[m][r], sum.y);
-      }
-    }
-#pragma unroll
-    for (int step = 4; step < 32; step *= 2) {
-      sum.x += __shfl_xor_sync(kAllLanes, sum.x, step);
-      sum.y += __shfl_xor_sync(kAllLanes, sum.y, step);
-    }
-    return sum;
-  }
-
-  // Ordered scores of the slots [begin, begin + count) of a token, by all warps of the block.
-  __device__ __forceinline__ void score_span(const IndexProblem& p,
-                                             int64_t token,
-                                             const PagedRows& pages,
-                                             int visible,
-                                             int begin,
-                                             int count,
-                                             const Lane& lane,
-                                             uint32_t* out) const {
-    const float scale = kLateScale * p.scale;
-    for (int i = static_cast<int>(threadIdx.x) / 32 * 8; i < count; i += kIndexWarps * 8) {
-      const int slot = i + lane.g;
-      const int entry = slot < count ? slot_entry(p, token, begin + slot, visible) : -1;
-      const float2 s = scores(entry < 0 ? nullptr : pages.row(entry), lane);
-      if (lane.g == 0) {
-        out[i + 2 * lane.t] = ordered_bits(s.x * scale);
-        out[i + 2 * lane.t + 1] = ordered_bits(s.y * scale);
-      }
-    }
-  }
-};
 
 // Writes the ids of a finished TopK, ascending, and -1 behind them.
 __device__ inline void write_ids(const TopK& top, int32_t* out, int width) {

@@ -13,13 +13,10 @@
 //   threads  keys above the threshold -> buffer; block maxima likewise | barrier
 //   block    buffer full: radix select, threshold rises
 //
-// Scores, DI = 128 and HI a multiple of 16 up to 64: mma, heads x 16 columns x 8 entries. A lane
-// reads the 16 bytes of one scale block of one entry as the B operand; the queries are in registers
-// as A. ReLU, head weights and the sum over heads follow in FP32, in a fixed order. Other shapes: a
-// thread per entry. Shared: queries (4 HI DI B), 4 KiB of scores, buffers of 8 (k + 4096) and 8 (B
-// + 2048) B. Bound by 68 B per entry at one query per sequence, by unpacking when many queries
-// share a cache. Exact: ties go to the lower entry, and buffers cannot overflow. A call that knows
-// a bound of its entries, and has scratch for their scores, runs in index_split.cu.
+// A thread scores an entry. Shared: queries (4 HI DI B), 4 KiB of scores, buffers of 8 (k + 4096)
+// and 8 (B + 2048) B. Exact: ties go to the lower entry, and buffers cannot overflow. Bound by
+// unpacking. The model's shape, with a bound of its entries, runs on tensor cores in
+// index_split.cu.
 #include <cmath>
 
 #include "ops/cuda/index_score.cuh"
@@ -57,8 +54,7 @@ Layout shared_layout(int heads, int dim, int k, int blocks) {
   return layout;
 }
 
-// kHeadTiles > 0: mma with that many tiles of 16 heads.
-template <class Act, int kHeadTiles>
+template <class Act>
 __global__ void __launch_bounds__(kThreads)
     index_select_kernel(const __grid_constant__ IndexProblem p, const Layout layout) {
   __shared__ TopKState entry_state, block_state;
@@ -98,23 +94,14 @@ __global__ void __launch_bounds__(kThreads)
   blocks.reset();
   load_query<Act>(p, token, query);
   const PagedRows pages = p.index[p.sequence[token]];
-  const Lane lane;
-  QueryFragments<kHeadTiles == 0 ? 1 : kHeadTiles> fragments;
-  if constexpr (kHeadTiles > 0) {
-    fragments.load(query, weights, lane);
-  }
   const int slots = p.candidates == nullptr ? visible : p.candidate_width * p.candidate_block;
   // Tiles hold whole candidate blocks.
   const int tile = publishes ? kTile / p.candidate_block * p.candidate_block : kTile;
   for (int begin = 0; begin < slots; begin += tile) {
     const int count = min(tile, slots - begin);
-    if constexpr (kHeadTiles > 0) {
-      fragments.score_span(p, token, pages, visible, begin, count, lane, scores);
-    } else {
-      for (int i = threadIdx.x; i < count; i += kThreads) {
-        const int entry = slot_entry(p, token, begin + i, visible);
-        scores[i] = entry < 0 ? 0 : ordered_bits(score_thread(p, query, weights, pages.row(entry)));
-      }
+    for (int i = threadIdx.x; i < count; i += kThreads) {
+      const int entry = slot_entry(p, token, begin + i, visible);
+      scores[i] = entry < 0 ? 0 : ordered_bits(score_thread(p, query, weights, pages.row(entry)));
     }
     __syncthreads();
     for (int i = threadIdx.x; i < count; i += kThreads) {
@@ -146,22 +133,6 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-template <class Act>
-auto pick(int head_tiles) {
-  switch (head_tiles) {
-    case 1:
-      return index_select_kernel<Act, 1>;
-    case 2:
-      return index_select_kernel<Act, 2>;
-    case 3:
-      return index_select_kernel<Act, 3>;
-    case 4:
-      return index_select_kernel<Act, 4>;
-    default:
-      return index_select_kernel<Act, 0>;
-  }
-}
-
 }  // namespace
 
 IndexProblem index_problem(const IndexSelectArgs& args) {
@@ -190,7 +161,7 @@ IndexProblem index_problem(const IndexSelectArgs& args) {
 }
 
 Status index_select(OpContext& ctx, const IndexSelectArgs& args) {
-  if (index_split_supports(ctx, args)) {
+  if (index_split_supports(args)) {
     return index_split(ctx, args);
   }
   const IndexProblem p = index_problem(args);
@@ -203,10 +174,9 @@ Status index_select(OpContext& ctx, const IndexSelectArgs& args) {
                 std::to_string(p.candidate_block) + " exceed the shared memory of a block"};
   }
   return with_act(args.q.dtype, [&](auto act) {
-    using Act = decltype(act);
     return launch(ctx,
                   "index_select",
-                  pick<Act>(index_head_tiles(p)),
+                  index_select_kernel<decltype(act)>,
                   extent(args.rows.rows),
                   kThreads,
                   layout.bytes,

@@ -1,17 +1,62 @@
-// Index selection by several blocks per token.
+// Index selection in passes over scores in scratch: what its kernels share.
 #pragma once
 
-#include "ops/cuda/launch.cuh"
-#include "ops/ops.h"
+#include "ops/cuda/index_score.cuh"
 
 namespace cachalot::ops::cuda {
 
-// From here on one block per token fills the device.
-constexpr int64_t kMaxSplitTokens = 256;
+constexpr int kBinBits = 12;  // leading bits of a score that the histograms tell apart
+constexpr int kBins = 1 << kBinBits;
+// Tokens whose queries share the unpacked keys of a block, if they are of one sequence.
+constexpr int kIndexGroup = 4;
 
-// Whether index_split() takes these args: it needs a bound of the entries and scratch for their
-// scores.
-bool index_split_supports(const OpContext& ctx, const IndexSelectArgs& args);
+// A list to select from: the entries of a token, or its candidate blocks.
+struct IndexList {
+  uint32_t* scores;  // [T, bound]
+  int32_t* found;    // [T, k]: ids above the k-th score's bin
+  int32_t* ties;     // [T, bound]: ids in that bin
+  int* counters;     // [T, 2]: of found and of ties
+  int* histogram;    // [T, kBins]
+  int32_t* out;      // [T, k]
+  int bound;
+  int k;
+};
+
+// The tokens of one pass; `p` begins at the first of them.
+struct IndexSplit {
+  IndexProblem p;
+  IndexList entries;
+  IndexList blocks;  // bound 0: nothing is published
+  Bf16* queries;     // [T / group, 2 halves, group * HI, 64] swizzled: the B operand of wgmma
+  int tokens;
+  int group;  // consecutive tokens that one block scores: kIndexGroup or 1
+};
+
+// What a token has to select from.
+struct IndexExtent {
+  int visible;
+  int slots;   // of the entry list
+  int blocks;  // candidate blocks, if the token publishes them
+  bool all;    // every visible entry (and block) is selected: nothing is scored
+};
+__device__ __forceinline__ IndexExtent token_extent(const IndexSplit& s, int64_t token) {
+  const IndexProblem& p = s.p;
+  IndexExtent e;
+  e.visible = static_cast<int>((static_cast<uint32_t>(p.position[token]) + 1) /
+                               static_cast<uint32_t>(p.ratio));
+  e.slots = p.candidates == nullptr ? e.visible : p.candidate_width * p.candidate_block;
+  e.blocks = s.blocks.bound > 0 ? (e.visible + p.candidate_block - 1) / p.candidate_block : 0;
+  e.all = p.candidates == nullptr && e.visible <= p.k && e.blocks <= s.blocks.k;
+  return e;
+}
+
+// Whether index_scores() takes these heads, this dim and these candidate blocks.
+bool index_scores_support(const IndexProblem& p);
+// Fills the scores and histograms of every list.
+Status index_scores(const OpContext& ctx, const IndexSplit& s, DType act);
+
+// Whether index_split() takes these args: it needs a bound of the entries.
+bool index_split_supports(const IndexSelectArgs& args);
 Status index_split(OpContext& ctx, const IndexSelectArgs& args);
 
 }  // namespace cachalot::ops::cuda

@@ -161,16 +161,13 @@ __global__ void __launch_bounds__(kMaxSharing * 32, 2)
     input = token < p.tokens ? reinterpret_cast<const uint16_t*>(own + lane.g * width) + 8 * lane.t
                              : nullptr;
   }
+  const uint16_t* const inputs[1] = {input};
   if (sharing == 1) {
-    float total[4] = {};
-    run_chunks(ring, input, chunks, lane, [&](int, const float (&part)[4]) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        total[i] += part[i];
-      }
-    });
+    float total[1][4] = {};
+    run_chunks(
+        ring, inputs, chunks, lane, [&](int, const float (&part)[1][4]) { add_part(total, part); });
     sums += warp * (kTokenTile * kTokenPad);
-    store_sums(sums, tokens, total, lane);
+    store_sums(sums, tokens, total[0], lane);
     __syncwarp();
     for (int i = static_cast<int>(threadIdx.x) % 32; i < tokens * kTileRows; i += 32) {
       const int n = i / kTileRows, r = i % kTileRows;
@@ -178,8 +175,8 @@ __global__ void __launch_bounds__(kMaxSharing * 32, 2)
     }
     return;
   }
-  run_chunks(ring, input, last - first, lane, [&](int c, const float (&part)[4]) {
-    store_sums(sums + (first + c) * (tokens * kTokenPad), tokens, part, lane);
+  run_chunks(ring, inputs, last - first, lane, [&](int c, const float (&part)[1][4]) {
+    store_sums(sums + (first + c) * (tokens * kTokenPad), tokens, part[0], lane);
   });
   __syncthreads();
   for (int i = static_cast<int>(threadIdx.x); i < tokens * kTileRows;

@@ -470,51 +470,6 @@ __device__ __forceinline__ void multiply_group(const typename W::Raw& raw,
   });
 }
 
-// Multiplies a tile by one token tile whose rows are in global memory. `row` is this lane's input
-// row in W::kLayout, offset by 8 t columns and to the column where the ring starts; null past the
-// last token. end(c, part) gets the accumulators of chunk c = 0, 1, .. A group's input is loaded
-// while the group before it is multiplied.
-template <class W, int kStages, class End>
-__device__ __forceinline__ void run_chunks(WeightRing<W, kStages>& ring,
-                                           const uint16_t* row,
-                                           int chunks,
-                                           const Lane& lane,
-                                           const End& end) {
-  constexpr int kPieces = kGroupPieces<W>;
-  uint4 current[kPieces], next[kPieces];
-  const auto load = [&](uint4(&to)[kPieces], int column) {
-#pragma unroll
-    for (int p = 0; p < kPieces; ++p) {
-      to[p] = row != nullptr && column < chunks * kChunk
-                  ? *reinterpret_cast<const uint4*>(row + column + 32 * p)
-                  : make_uint4(0, 0, 0, 0);
-    }
-  };
-  load(current, 0);
-  int column = 0;
-#pragma unroll 1
-  for (int c = 0; c < chunks; ++c) {
-    float part[1][4] = {};
-#pragma unroll 2
-    for (int step = 0; step < kChunk / W::kStep; ++step) {
-      ring.wait();
-      ring.advance();
-      unrolled<W::kGroups>([&]<int g>() {
-        column += 32 * kPieces;
-        load(next, column);
-        typename W::Raw raw;
-        ring.template read<g>(raw);
-        multiply_group<W, 1>(raw, [&](int, int p) { return current[p]; }, lane, part);
-#pragma unroll
-        for (int p = 0; p < kPieces; ++p) {
-          current[p] = next[p];
-        }
-      });
-    }
-    end(c, part[0]);
-  }
-}
-
 template <int kTiles>
 __device__ __forceinline__ void add_part(float (&total)[kTiles][4],
                                          const float (&part)[kTiles][4]) {
@@ -524,6 +479,57 @@ __device__ __forceinline__ void add_part(float (&total)[kTiles][4],
     for (int i = 0; i < 4; ++i) {
       total[n][i] += part[n][i];
     }
+  }
+}
+
+// Multiplies a tile by kTiles token tiles whose rows are in global memory. `row` has this lane's
+// input row of every token tile in W::kLayout, offset by 8 t columns and to the column where the
+// ring starts; null past the last token. end(c, part) gets the accumulators of chunk c = 0, 1, ..
+// A group's input is loaded while the group before it is multiplied.
+template <class W, int kStages, int kTiles, class End>
+__device__ __forceinline__ void run_chunks(WeightRing<W, kStages>& ring,
+                                           const uint16_t* const (&row)[kTiles],
+                                           int chunks,
+                                           const Lane& lane,
+                                           const End& end) {
+  constexpr int kPieces = kGroupPieces<W>;
+  uint4 current[kTiles][kPieces], next[kTiles][kPieces];
+  const auto load = [&](uint4(&to)[kTiles][kPieces], int column) {
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n) {
+#pragma unroll
+      for (int p = 0; p < kPieces; ++p) {
+        to[n][p] = row[n] != nullptr && column < chunks * kChunk
+                       ? *reinterpret_cast<const uint4*>(row[n] + column + 32 * p)
+                       : make_uint4(0, 0, 0, 0);
+      }
+    }
+  };
+  load(current, 0);
+  int column = 0;
+#pragma unroll 1
+  for (int c = 0; c < chunks; ++c) {
+    float part[kTiles][4] = {};
+#pragma unroll 2
+    for (int step = 0; step < kChunk / W::kStep; ++step) {
+      ring.wait();
+      ring.advance();
+      unrolled<W::kGroups>([&]<int g>() {
+        column += 32 * kPieces;
+        load(next, column);
+        typename W::Raw raw;
+        ring.template read<g>(raw);
+        multiply_group<W, kTiles>(raw, [&](int n, int p) { return current[n][p]; }, lane, part);
+#pragma unroll
+        for (int n = 0; n < kTiles; ++n) {
+#pragma unroll
+          for (int p = 0; p < kPieces; ++p) {
+            current[n][p] = next[n][p];
+          }
+        }
+      });
+    }
+    end(c, part);
   }
 }
 

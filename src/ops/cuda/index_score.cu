@@ -1,0 +1,371 @@
+// Index scores of many entries on tensor cores: 32 heads of 128.
+//
+//   S[p, j] = sum_h w_h relu(q_h . k_j) * DI^-1/2 HI^-1/2, q = FP4(RoPE(q)), in FP32
+//
+// in   q [T, HI * DI] act, w [T, HI] act, rope, index rows (E2M1 codes, E8M0 per 32), candidates
+// out  scores as ordered integers [T, slots], and their counts per leading 12 bits [T, kBins]; the
+//      same for the maxima of candidate blocks
+//
+// query  block = one token: queries rotated, quantized, laid out as the B operand of wgmma
+// score  block = `tiles` times 64 slots of one token, or of up to four tokens of one sequence
+//
+//   warpgroup   addresses of the rows four tiles ahead -> shared | copies of the rows three tiles
+//               ahead (cp.async) | of the tile that has arrived:
+//     warp      unpack 16 rows of 128 codes in registers as A | wgmma: rows x heads of all tokens
+//     4 lanes   ReLU, head weights, sum over the heads -> scores, counts, block maxima
+//   block       at the end: counts -> global
+//
+// Slots are rows of the product and heads its columns, so a row's keys are unpacked once for all
+// tokens of the block, and neither the group nor the pass changes a sum. Shared: 34 KiB of rows, 8
+// KiB of addresses, 8 KiB of queries and 8 KiB of counts per token: 58 KiB with one token, 107 KiB
+// with four. Bound by 68 B per entry at one token per sequence (64 x 131072: 133 us at 4.3 TB/s),
+// by 8192 FLOP per token and entry at four.
+#include <algorithm>
+
+#include "ops/cuda/index_split.cuh"
+
+namespace cachalot::ops::cuda {
+namespace {
+
+constexpr int kThreads = kIndexThreads;
+constexpr int kGroups = kThreads / 128;  // warpgroups
+constexpr int kHeads = 32;
+constexpr int kTileSlots = 64;
+constexpr int kStages = 4;     // tiles of rows
+constexpr int kAddresses = 8;  // tiles of row addresses, at least kStages + 1
+constexpr int kKeyBytes = 68;
+constexpr int kHalfDim = kIndexMmaDim / 2;
+constexpr int kCandidateBlock = 8;   // entries, if candidates are published
+constexpr int kMostTiles = 64;       // of a block
+constexpr int kBlocksWanted = 1056;  // eight for each of 132 multiprocessors
+
+template <int kTokens>
+struct Shared {
+  static constexpr int kColumns = kHeads * kTokens;
+  uint8_t query[2][kColumns * 128];  // 1024-byte aligned
+  uint8_t rows[kGroups][kStages][kTileSlots * kKeyBytes];
+  const uint8_t* row[kGroups][kAddresses][kTileSlots];  // null: no entry
+  uint32_t count[kTokens][kBins / 2];                   // two 16-bit counts each
+  float weight[kColumns];
+  IndexExtent extent[kTokens];
+};
+
+// Place of element (row, column) of a query half in the swizzled operand.
+__device__ __forceinline__ int swizzled(int row, int column) {
+  return row * kHalfDim + (column / 8 ^ row % 8) * 8 + column % 8;
+}
+
+template <class Act>
+__global__ void __launch_bounds__(kThreads) query_kernel(const __grid_constant__ IndexSplit s) {
+  auto* query = reinterpret_cast<float*>(dynamic_shared());  // [HI, DI]
+  allow_next_kernel();
+  wait_for_previous_kernels();
+  const int64_t token = blockIdx.x;
+  for (const IndexList* list : {&s.entries, &s.blocks}) {
+    if (list->bound > 0) {
+      for (int i = threadIdx.x; i < kBins; i += kThreads) {
+        list->histogram[token * kBins + i] = 0;
+      }
+      if (threadIdx.x < 2) {
+        list->counters[2 * token + threadIdx.x] = 0;
+      }
+    }
+  }
+  load_query<Act>(s.p, token, query);
+  const int columns = s.group * kHeads, first = static_cast<int>(token % s.group) * kHeads;
+  Bf16* out = s.queries + token / s.group * (2 * columns * kHalfDim);
+  for (int i = threadIdx.x; i < kHeads * kIndexMmaDim; i += kThreads) {
+    // K in the order in which a lane unpacks its block of 32 codes: place 16 j + 8 h + 2 t + e
+    // holds column 32 t + 8 (j / 2) + 2 (j % 2) + h + 4 e.
+    const int head = i / kIndexMmaDim, place = i % kIndexMmaDim;
+    const int j = place / 16, h = place / 8 % 2, t = place / 2 % 4, e = place % 2;
+    const float v = query[head * kIndexMmaDim + 32 * t + j / 2 * 8 + j % 2 * 2 + h + 4 * e];
+    out[place / kHalfDim * (columns * kHalfDim) + swizzled(first + head, place % kHalfDim)] =
+        from_float<Bf16>(v);
+  }
+}
+
+// Addresses of the rows of the slots begin .. begin + 63, by threads 0 .. 63 of a warpgroup.
+__device__ __forceinline__ void find_rows(const IndexProblem& p,
+                                          int64_t token,
+                                          const PagedRows& pages,
+                                          int visible,
+                                          int begin,
+                                          int end,
+                                          const uint8_t** row) {
+  const int thread = static_cast<int>(threadIdx.x) % 128;
+  if (thread < kTileSlots) {
+    const int slot = begin + thread;
+    const int entry = slot < end ? slot_entry(p, token, slot, visible) : -1;
+    const auto page_rows = static_cast<uint32_t>(pages.page_rows);
+    const uint32_t page = static_cast<uint32_t>(entry) / page_rows;
+    row[thread] = entry < 0
+                      ? nullptr
+                      : pages.pages[page] + (static_cast<uint32_t>(entry) - page * page_rows) *
+                                                static_cast<uint32_t>(pages.row_bytes);
+  }
+}
+
+// Starts the copies of a tile by its warpgroup. `runs`: four rows at a time are contiguous.
+__device__ __forceinline__ void copy_tile(const uint8_t* const* row, bool runs, uint8_t* to) {
+  const int thread = static_cast<int>(threadIdx.x) % 128;
+  if (runs) {
+    constexpr int kPieces = 4 * kKeyBytes / 16;  // of a run
+    for (int i = thread; i < kTileSlots / 4 * kPieces; i += 128) {
+      const int run = i / kPieces, piece = i % kPieces;
+      const uint8_t* from = row[4 * run];
+      copy_async(to + i * 16, from + piece * 16, from != nullptr);
+    }
+  } else {
+    constexpr int kWords = kKeyBytes / 4;
+    for (int i = thread; i < kTileSlots * kWords; i += 128) {
+      const uint8_t* from = row[i / kWords];
+      if (from != nullptr) {
+        copy_async_small<4>(to + i * 4, from + i % kWords * 4);
+      } else {
+        *reinterpret_cast<uint32_t*>(to + i * 4) = 0;
+      }
+    }
+  }
+  copy_async_commit();
+}
+
+__device__ __forceinline__ void warpgroup_barrier(int warpgroup) {
+  if (warpgroup == 0) {
+    asm volatile("bar.sync 1, 128;" ::: "memory");
+  } else {
+    asm volatile("bar.sync 2, 128;" ::: "memory");
+  }
+}
+
+// acc = the 64 rows at `rows` times all query columns.
+template <int kColumnTiles>
+__device__ __forceinline__ void multiply(const uint8_t* rows,
+                                         const uint8_t* query,
+                                         int half_bytes,
+                                         const Lane& lane,
+                                         float (&acc)[kColumnTiles][4]) {
+  const int first = static_cast<int>(threadIdx.x) / 32 % 4 * 16 + lane.g;
+  uint32_t codes[2][4], scale[2];
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const auto* words =
+        reinterpret_cast<const uint32_t*>(rows + static_cast<int64_t>(first + 8 * r) * kKeyBytes);
+#pragma unroll
+    for (int q = 0; q < 4; ++q) {
+      codes[r][q] = words[4 * lane.t + q];
+    }
+    scale[r] = bf16_scale(words[kIndexMmaDim / 8], lane.t, 86);
+  }
+#pragma unroll
+  for (int n = 0; n < kColumnTiles; ++n) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      acc[n][i] = 0;
+    }
+  }
+  uint32_t a[8][4];
+  unrolled<8>([&]<int i>() {
+    constexpr int n = i % 2 * 2;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      a[i][r] = mul_bf16x2(Fp4Weights::nibbles<n>(codes[r][i / 2]), scale[r]);
+      a[i][2 + r] = mul_bf16x2(Fp4Weights::nibbles<n + 1>(codes[r][i / 2]), scale[r]);
+    }
+  });
+  wgmma_fence();
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    wgmma_bf16(acc, a[i], wgmma_operand(query + i / 4 * half_bytes + i % 4 * 32));
+  }
+  wgmma_commit();
+  wgmma_wait<0>();
+}
+
+template <class Act, int kTokens>
+__global__ void __launch_bounds__(kThreads, kTokens == 1 ? 3 : 2)
+    score_kernel(const __grid_constant__ IndexSplit s, int tiles) {
+  using Memory = Shared<kTokens>;
+  constexpr int kColumns = Memory::kColumns;
+  auto& shared = *reinterpret_cast<Memory*>(dynamic_shared());
+  allow_next_kernel();
+  wait_for_previous_kernels();
+  const IndexProblem& p = s.p;
+  const int group = static_cast<int>(blockIdx.y), thread = static_cast<int>(threadIdx.x);
+  const int first = group * kTokens, last = min(first + kTokens, s.tokens);
+  const int begin = static_cast<int>(blockIdx.x) * tiles * kTileSlots;
+  const int warpgroup = thread / 128;
+  const Lane lane;
+
+  const auto* queries = reinterpret_cast<const uint8_t*>(s.queries) +
+                        static_cast<int64_t>(group) * (2 * kColumns * 128);
+  for (int i = thread; i < 2 * kColumns * 8; i += kThreads) {
+    copy_async(shared.query[0] + i * 16, queries + i * 16, true);
+  }
+  copy_async_commit();
+  for (int i = thread; i < (last - first) * kHeads; i += kThreads) {
+    shared.weight[i] = to_float(static_cast<const Act*>(p.w)[int64_t{first} * kHeads + i]);
+  }
+  if (thread < last - first) {
+    shared.extent[thread] = token_extent(s, first + thread);
+  }
+  for (int i = thread; i < kTokens * (kBins / 2); i += kThreads) {
+    shared.count[0][i] = 0;
+  }
+  __syncthreads();
+
+  // Tokens of one sequence at a time: all of the group, as a rule.
+  for (int from = 0; from < last - first;) {
+    const int32_t sequence = p.sequence[first + from];
+    int to = from, slots = 0, visible = 0;
+    for (; to < last - first && p.sequence[first + to] == sequence; ++to) {
+      slots = max(slots, shared.extent[to].all ? 0 : shared.extent[to].slots);
+      visible = max(visible, shared.extent[to].visible);
+    }
+    const PagedRows pages = p.index[sequence];
+    const bool runs = pages.page_rows % 4 == 0 &&
+                      (p.candidates == nullptr || p.candidate_block % 4 == 0) &&
+                      reinterpret_cast<uintptr_t>(pages.pages[0]) % 16 == 0;
+    const int end = min(begin + tiles * kTileSlots, slots);
+    // Tile j of this warpgroup.
+    const auto slot0 = [&](int j) { return begin + (j * kGroups + warpgroup) * kTileSlots; };
+    const auto address = [&](int j) {
+      if (slot0(j) < end) {
+        find_rows(
+            p, first + from, pages, visible, slot0(j), end, shared.row[warpgroup][j % kAddresses]);
+      }
+    };
+    const auto copy = [&](int j) {
+      if (slot0(j) < end) {
+        copy_tile(shared.row[warpgroup][j % kAddresses], runs, shared.rows[warpgroup][j % kStages]);
+      }
+      copy_async_commit();
+    };
+    for (int j = 0; j < kStages; ++j) {
+      address(j);
+    }
+    __syncthreads();
+    for (int j = 0; j < kStages - 1; ++j) {
+      copy(j);
+    }
+    copy_async_wait<kStages - 1>();
+    async_proxy_fence();
+    __syncthreads();  // the queries are there
+    for (int j = 0; slot0(j) < end; ++j) {
+      address(j + kStages);
+      copy_async_wait<kStages - 2>();
+      warpgroup_barrier(warpgroup);
+      copy(j + kStages - 1);
+      float acc[kColumns / 8][4];
+      multiply(shared.rows[warpgroup][j % kStages], shared.query[0], kColumns * 128, lane, acc);
+      float sum[kTokens][2] = {};
+#pragma unroll
+      for (int m = 0; m < kTokens; ++m) {
+#pragma unroll
+        for (int n = 0; n < kHeads / 8; ++n) {
+          const float2 w =
+              *reinterpret_cast<const float2*>(&shared.weight[m * kHeads + 8 * n + 2 * lane.t]);
+          const float (&d)[4] = acc[m * (kHeads / 8) + n];
+          sum[m][0] = fmaf(fmaxf(d[0], 0.0f), w.x, sum[m][0]);
+          sum[m][0] = fmaf(fmaxf(d[1], 0.0f), w.y, sum[m][0]);
+          sum[m][1] = fmaf(fmaxf(d[2], 0.0f), w.x, sum[m][1]);
+          sum[m][1] = fmaf(fmaxf(d[3], 0.0f), w.y, sum[m][1]);
+        }
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          sum[m][r] += __shfl_xor_sync(kAllLanes, sum[m][r], 1);
+          sum[m][r] += __shfl_xor_sync(kAllLanes, sum[m][r], 2);
+        }
+      }
+      // A lane goes on with token t % kTokens, and with both rows g and g + 8 if there are four.
+      const int m = kTokens == 1 ? 0 : lane.t;
+      const IndexExtent& e = shared.extent[m];
+      const bool own = m >= from && m < to && !e.all && (kTokens > 1 || lane.t < 2);
+#pragma unroll
+      for (int r = 0; r < (kTokens == 1 ? 1 : 2); ++r) {
+        const int half = kTokens == 1 ? lane.t % 2 : r;
+        const int i = thread / 32 % 4 * 16 + lane.g + 8 * half, slot = slot0(j) + i;
+        float value = half == 0 ? sum[0][0] : sum[0][1];
+        if constexpr (kTokens > 1) {
+          const float low = lane.t % 2 == 0 ? sum[0][r] : sum[1][r];
+          const float high = lane.t % 2 == 0 ? sum[2][r] : sum[3][r];
+          value = lane.t < 2 ? low : high;
+        }
+        // Slots without an entry score lowest of all, below every bin that can be chosen.
+        const bool listed = own && slot < e.slots;
+        const bool present = listed && shared.row[warpgroup][j % kAddresses][i] != nullptr;
+        const uint32_t score = present ? ordered_bits(value * (kLateScale * p.scale)) : 0;
+        const int64_t token = first + m;
+        if (listed) {
+          s.entries.scores[token * s.entries.bound + slot] = score;
+          if (score > kOrderedMinusInfinity) {
+            const uint32_t bin = score >> (32 - kBinBits);
+            atomicAdd(&shared.count[m][bin / 2], bin % 2 == 0 ? 1u : 0x10000u);
+          }
+        }
+        if (s.blocks.bound > 0) {
+          uint32_t best = score;
+#pragma unroll
+          for (int step = 4; step < 32; step *= 2) {
+            best = max(best, __shfl_xor_sync(kAllLanes, best, step));
+          }
+          if (listed && lane.g == 0) {
+            const int id = slot / kCandidateBlock;
+            best = id == e.blocks - 1 ? 0xFFFFFFFFu : best;  // the newest entry's block
+            s.blocks.scores[token * s.blocks.bound + id] = best;
+            if (best > kOrderedMinusInfinity) {
+              atomicAdd(&s.blocks.histogram[token * kBins + (best >> (32 - kBinBits))], 1);
+            }
+          }
+        }
+      }
+    }
+    copy_async_wait<0>();
+    __syncthreads();
+    from = to;
+  }
+  for (int i = thread; i < (last - first) * kBins; i += kThreads) {
+    const int n = static_cast<int>(shared.count[0][i / 2] >> (16 * (i % 2)) & 0xFFFFu);
+    if (n != 0) {
+      atomicAdd(&s.entries.histogram[int64_t{first} * kBins + i], n);
+    }
+  }
+}
+
+template <class Act, int kTokens>
+Status run(const OpContext& ctx, const IndexSplit& s) {
+  CACHALOT_RETURN_IF_ERROR(launch(ctx,
+                                  "index_query",
+                                  query_kernel<Act>,
+                                  extent(s.tokens),
+                                  kThreads,
+                                  4 * kHeads * kIndexMmaDim,
+                                  s));
+  const int64_t groups = ceil_div(s.tokens, kTokens), all = ceil_div(s.entries.bound, kTileSlots);
+  const auto tiles =
+      static_cast<int>(std::clamp<int64_t>(all * groups / kBlocksWanted, kGroups, kMostTiles));
+  return launch(ctx,
+                "index_score",
+                score_kernel<Act, kTokens>,
+                dim3(extent(ceil_div(all, tiles)), extent(groups)),
+                kThreads,
+                sizeof(Shared<kTokens>),
+                s,
+                tiles);
+}
+
+}  // namespace
+
+bool index_scores_support(const IndexProblem& p) {
+  return p.heads == kHeads && p.dim == kIndexMmaDim &&
+         (p.candidates_out == nullptr || p.candidate_block == kCandidateBlock);
+}
+
+Status index_scores(const OpContext& ctx, const IndexSplit& s, DType act) {
+  return with_act(act, [&](auto type) {
+    using Act = decltype(type);
+    return s.group == 1 ? run<Act, 1>(ctx, s) : run<Act, kIndexGroup>(ctx, s);
+  });
+}
+
+}  // namespace cachalot::ops::cuda
