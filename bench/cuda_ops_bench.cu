@@ -436,6 +436,36 @@ void bench_head(Bench& bench) {
   bench.release(start);
 }
 
+void bench_top_logits(Bench& bench) {
+  if (!bench.wanted("top_logits")) {
+    return;
+  }
+  struct Case {
+    int64_t n, k;
+  };
+  const int64_t v = 129280;
+  for (const Case& c : {Case{1, 1}, {1, 256}, {64, 256}, {128, 1}, {128, 256}, {128, 1024}}) {
+    const size_t start = bench.mark();
+    const double bytes = 4.0 * static_cast<double>(c.n * v);
+    const int sets = static_cast<int>(std::ceil(kRotateBytes / bytes));
+    std::vector<ops::TopLogitsArgs> args(static_cast<size_t>(sets));
+    for (ops::TopLogitsArgs& a : args) {
+      a.logits = bench.tensor(DType::kF32, {c.n, v});
+      const std::vector<float> temperatures(static_cast<size_t>(c.n), 0.7f);
+      a.temperature = {bench.uploaded(temperatures), DType::kF32, {c.n}, Device::kCuda};
+      a.value = bench.tensor(DType::kF32, {c.n, c.k});
+      a.id = bench.ints(std::vector<int32_t>(static_cast<size_t>(c.n * c.k)), {c.n, c.k});
+      a.mass = bench.tensor(DType::kF32, {c.n, 2});
+    }
+    const double seconds = bench.time(std::max(sets, 20), [&](int i) {
+      return ops::top_logits(bench.ctx(), args[static_cast<size_t>(i % sets)]);
+    });
+    bench.report(
+        "top_logits", "N=" + std::to_string(c.n) + " k=" + std::to_string(c.k), seconds, bytes, 0);
+    bench.release(start);
+  }
+}
+
 // Experts
 // ------------------------------------------------------------------------------------------
 
@@ -777,6 +807,7 @@ void run(int argc, char** argv) {
   bench_index_select(bench);
   bench_streams(bench);
   bench_head(bench);
+  bench_top_logits(bench);
 }
 
 }  // namespace cachalot

@@ -165,6 +165,10 @@ OpCost cost(const DraftHeadArgs& args) {
           2.0 * static_cast<double>(n * args.head.out * args.head.in)};
 }
 
+OpCost cost(const TopLogitsArgs& args) {
+  return {sum_bytes({&args.logits, &args.value, &args.id, &args.mass}), 0};
+}
+
 std::string budget_name(std::string_view op, const LinearArgs& args) {
   std::string name = fmt::format("{} {}", op, args.x.dim(1));
   for (size_t i = 0; i < args.targets.size(); ++i) {

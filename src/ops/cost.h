@@ -37,6 +37,7 @@ OpCost cost(const EngramGatherArgs& args);
 OpCost cost(const EngramInjectArgs& args);
 OpCost cost(const HeadArgs& args);
 OpCost cost(const DraftHeadArgs& args);
+OpCost cost(const TopLogitsArgs& args);
 
 // Values and scales.
 int64_t weight_bytes(const Weight& weight);

@@ -402,4 +402,20 @@ Status draft_head(OpContext& ctx, const DraftHeadArgs& args) {
   return n == 0 ? Status() : dispatch(ctx, "draft_head", &KernelSet::draft_head, args);
 }
 
+Status top_logits(OpContext& ctx, const TopLogitsArgs& args) {
+  ArgCheck check("top_logits");
+  check.that(args.logits.shape.rank == 2 && args.value.shape.rank == 2, "logits, value of rank 2");
+  CACHALOT_RETURN_IF_ERROR(check.status());
+  const int64_t n = args.logits.dim(0), v = args.logits.dim(1), k = args.value.dim(1);
+  check.tensor("logits", args.logits, {DType::kF32}, {n, v})
+      .tensor("temperature", args.temperature, {DType::kF32}, {n})
+      .tensor("value", args.value, {DType::kF32}, {n, k})
+      .tensor("id", args.id, {DType::kI32}, {n, k})
+      .tensor("mass", args.mass, {DType::kF32}, {n, 2})
+      .that(v >= 1, "V >= 1")
+      .that(k >= 1 && k <= kMostTopLogits, "1 <= k <= 1024");
+  CACHALOT_RETURN_IF_ERROR(check.status());
+  return n == 0 ? Status() : dispatch(ctx, "top_logits", &KernelSet::top_logits, args);
+}
+
 }  // namespace cachalot::ops

@@ -307,4 +307,18 @@ struct DraftHeadArgs {
 };
 [[nodiscard]] Status draft_head(OpContext& ctx, const DraftHeadArgs& args);
 
+// What sampling needs of rows of logits: the best k tokens, and the mass of all of them at
+// temperature 1 and at the row's own. mass = sum_i exp((x_i - best) / temperature), where a logit
+// equal to the best counts 1, even an infinite one. A NaN counts as -inf and -0 as +0, in the
+// outputs too.
+struct TopLogitsArgs {
+  TensorView logits;       // [N, V] f32
+  TensorView temperature;  // [N] f32, each above 0
+  TensorView value;        // out [N, k] f32, descending; 1 <= k <= kMostTopLogits
+  TensorView id;           // out [N, k] i32; ties: the lower id first. Behind V: -inf and -1
+  TensorView mass;         // out [N, 2] f32: at 1, at temperature
+};
+constexpr int64_t kMostTopLogits = 1024;
+[[nodiscard]] Status top_logits(OpContext& ctx, const TopLogitsArgs& args);
+
 }  // namespace cachalot::ops

@@ -51,6 +51,7 @@ std::vector<KernelName> kernel_names(Backend backend) {
   add_names(names, "engram_inject", set.engram_inject);
   add_names(names, "head", set.head);
   add_names(names, "draft_head", set.draft_head);
+  add_names(names, "top_logits", set.top_logits);
   return names;
 }
 

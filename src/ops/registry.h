@@ -41,6 +41,7 @@ struct KernelSet {
   std::vector<Kernel<EngramInjectArgs>> engram_inject;
   std::vector<Kernel<HeadArgs>> head;
   std::vector<Kernel<DraftHeadArgs>> draft_head;
+  std::vector<Kernel<TopLogitsArgs>> top_logits;
 };
 
 const KernelSet& ref_kernels();

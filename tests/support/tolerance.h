@@ -47,6 +47,11 @@ constexpr Tolerance kAttendBf16 = {1.6e-2, 0x1.0p-7, 1e-4};
 // Sinkhorn contracts, so coefficients carry the error of the logits: kDotF32 times a scale near 1.
 constexpr Tolerance kCoefficients = {1e-5, 1e-5};
 
+// A sum of V <= 2^18 exponentials of x <= 0. Each is off by 4 eps, and by 4 eps |x| for its
+// argument; the mean of |x| under the softmax is at most ln V = 12.5. Up to 32 roundings of partial
+// sums: eps (4 + 50 + 32) = 5.2e-6.
+constexpr Tolerance kMass = {0, 5.2e-6};
+
 // Share of quantized bytes that may differ: codes whose value lies within 2^-20 of a boundary
 // (FP32) or whose BF16 input flipped by one ulp first (a 2^-8 step across codes that are 2^-4
 // apart).

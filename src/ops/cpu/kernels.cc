@@ -26,6 +26,7 @@ const KernelSet& cpu_kernels() {
       .engram_inject = {{"simd", cpu::engram_inject}},
       .head = {{"simd", cpu::head}},
       .draft_head = {{"simd", cpu::draft_head}},
+      .top_logits = {{"simd", cpu::top_logits}},
   };
   return set;
 }

@@ -25,5 +25,6 @@ Status engram_gather(OpContext& ctx, const EngramGatherArgs& args);
 Status engram_inject(OpContext& ctx, const EngramInjectArgs& args);
 Status head(OpContext& ctx, const HeadArgs& args);
 Status draft_head(OpContext& ctx, const DraftHeadArgs& args);
+Status top_logits(OpContext& ctx, const TopLogitsArgs& args);
 
 }  // namespace cachalot::ops::cpu

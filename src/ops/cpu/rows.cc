@@ -583,6 +583,34 @@ void router_scores(float* row, int64_t n, float temperature) {
   }
 }
 
+float exp_mass(const float* row, int64_t n, float best, float scale) {
+  // Chains of kBlock values in FP32, their sums in double.
+  constexpr int64_t kBlock = 4096;
+  const F32 d;
+  const auto top = hn::Set(d, best), factor = hn::Set(d, scale), one = hn::Set(d, 1.0f);
+  const auto terms = [&](int64_t i) HWY_ATTR {
+    const auto x = load_at(row, i, n);
+    return hn::IfThenElse(hn::Eq(x, top), one, hn::Exp(d, hn::Mul(hn::Sub(x, top), factor)));
+  };
+  double mass = 0;
+  for (int64_t begin = 0; begin < n; begin += kBlock) {
+    const int64_t end = std::min(n, begin + kBlock), whole = end - (end - begin) % kLanes;
+    auto sum = hn::Zero(d);
+    for (int64_t i = begin; i < whole; i += kLanes) {
+      sum = hn::Add(sum, terms(i));
+    }
+    mass += lane_sum(sum);
+    if (whole < end) {
+      alignas(32) float lane[kLanes];
+      hn::Store(terms(whole), d, lane);
+      for (int64_t i = whole; i < end; ++i) {
+        mass += lane[i - whole];
+      }
+    }
+  }
+  return static_cast<float>(mass);
+}
+
 // Engram
 // -------------------------------------------------------------------------------------------
 
@@ -700,6 +728,7 @@ HWY_EXPORT(swiglu_row);
 HWY_EXPORT(add_rounded);
 HWY_EXPORT(pool_pair);
 HWY_EXPORT(router_scores);
+HWY_EXPORT(exp_mass);
 HWY_EXPORT(engram_sums);
 HWY_EXPORT(engram_add);
 
@@ -787,6 +816,9 @@ void pool_pair(const float* kv0,
 }
 void router_scores(float* row, int64_t n, float temperature) {
   HWY_DYNAMIC_DISPATCH(router_scores)(row, n, temperature);
+}
+float exp_mass(const float* row, int64_t n, float best, float scale) {
+  return HWY_DYNAMIC_DISPATCH(exp_mass)(row, n, best, scale);
 }
 EngramSums engram_sums(const void* x,
                        const void* key,

@@ -102,6 +102,9 @@ void pool_pair(const float* kv0,
 // sqrt(ln(1 + e^(x / temperature))) in place.
 void router_scores(float* row, int64_t n, float temperature);
 
+// sum_i e^((x_i - best) scale), where a value equal to `best`, the largest, counts 1. No NaN.
+float exp_mass(const float* row, int64_t n, float best, float scale);
+
 // The three sums of an Engram gate over one stream: x.x, key.key, x.(q k gains).key.
 struct EngramSums {
   float xx = 0;

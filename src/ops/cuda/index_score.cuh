@@ -36,14 +36,6 @@ struct IndexProblem {
 
 IndexProblem index_problem(const IndexSelectArgs& args);
 
-__host__ __device__ constexpr int power_of_two(int n) {
-  int p = 1;
-  while (p < n) {
-    p *= 2;
-  }
-  return p;
-}
-
 // Rotates, rounds and quantizes the token's queries into shared memory.
 template <class Act>
 __device__ __forceinline__ void load_query(const IndexProblem& p, int64_t token, float* query) {
@@ -123,7 +115,7 @@ __device__ inline void write_ids(const TopK& top, int32_t* out, int width) {
     }
     __syncthreads();
   }
-  sort_ids(ids, n, power_of_two(max(n, 1)));
+  sort_ascending(ids, n, power_of_two(max(n, 1)));
   for (int i = threadIdx.x; i < width; i += kIndexThreads) {
     out[i] = i < n ? static_cast<int32_t>(ids[i]) : -1;
   }

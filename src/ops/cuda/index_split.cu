@@ -162,7 +162,7 @@ __global__ void __launch_bounds__(kThreads) finish_kernel(const __grid_constant_
     ids[found + i] = static_cast<uint32_t>(list_id(s, token, of_blocks, slot));
   }
   __syncthreads();
-  sort_ids(ids, found + need, size);
+  sort_ascending(ids, found + need, size);
   for (int i = threadIdx.x; i < list.k; i += kThreads) {
     out[i] = i < found + need ? static_cast<int32_t>(ids[i]) : -1;
   }

@@ -30,6 +30,7 @@ const KernelSet& cuda_kernels() {
       .engram_inject = {{"cuda", cuda::engram_inject}},
       .head = {{"cuda", cuda::head}},
       .draft_head = {{"cuda", cuda::draft_head}},
+      .top_logits = {{"cuda", cuda::top_logits, cuda::top_logits_supports}},
   };
   return kSet;
 }

@@ -26,6 +26,7 @@ const KernelSet& ref_kernels() {
       .engram_inject = {{"loops", ref::engram_inject}},
       .head = {{"loops", ref::head}},
       .draft_head = {{"loops", ref::draft_head}},
+      .top_logits = {{"loops", ref::top_logits}},
   };
   return set;
 }

@@ -20,6 +20,9 @@ __device__ __forceinline__ uint32_t ordered_bits(float score) {
   return (bits & 0x80000000u) != 0 ? ~bits : bits | 0x80000000u;
 }
 constexpr uint32_t kOrderedMinusInfinity = 0x007FFFFFu;
+__device__ __forceinline__ float from_ordered_bits(uint32_t ordered) {
+  return __uint_as_float((ordered & 0x80000000u) != 0 ? ordered & 0x7FFFFFFFu : ~ordered);
+}
 
 // The larger score wins, then the lower id.
 __device__ __forceinline__ uint64_t selection_key(uint32_t score, uint32_t id) {
@@ -147,11 +150,20 @@ struct TopK {
   }
 };
 
-// Sorts n <= size ids in shared memory in ascending order; size is a power of two and ids has that
-// many places. All threads.
-__device__ inline void sort_ids(uint32_t* ids, int n, int size) {
+__host__ __device__ constexpr int power_of_two(int n) {
+  int size = 1;
+  while (size < n) {
+    size *= 2;
+  }
+  return size;
+}
+
+// Sorts n <= size unsigned values in shared memory in ascending order; size is a power of two and
+// there are that many places. All threads.
+template <class T>
+__device__ void sort_ascending(T* values, int n, int size) {
   for (int i = n + static_cast<int>(threadIdx.x); i < size; i += static_cast<int>(blockDim.x)) {
-    ids[i] = 0xFFFFFFFFu;
+    values[i] = ~T{0};
   }
   __syncthreads();
   for (int run = 2; run <= size; run *= 2) {
@@ -159,10 +171,10 @@ __device__ inline void sort_ids(uint32_t* ids, int n, int size) {
       for (int i = static_cast<int>(threadIdx.x); i < size / 2; i += static_cast<int>(blockDim.x)) {
         const int low = i / gap * 2 * gap + i % gap, high = low + gap;
         const bool ascending = (low & run) == 0;
-        const uint32_t a = ids[low], b = ids[high];
+        const T a = values[low], b = values[high];
         if ((a > b) == ascending) {
-          ids[low] = b;
-          ids[high] = a;
+          values[low] = b;
+          values[high] = a;
         }
       }
       __syncthreads();
