@@ -33,7 +33,8 @@ target_link_libraries(cachalot_ops_cuda PRIVATE cachalot_quant CUDA::cudart_stat
 target_sources(cachalot_ops PRIVATE $<TARGET_OBJECTS:cachalot_ops_cuda>
                                     ${CMAKE_SOURCE_DIR}/src/ops/cuda/kernels.cc
                                     ${CMAKE_SOURCE_DIR}/src/ops/cuda/memory.cc
-                                    ${CMAKE_SOURCE_DIR}/src/ops/cuda/op_timer.cc)
+                                    ${CMAKE_SOURCE_DIR}/src/ops/cuda/op_timer.cc
+                                    ${CMAKE_SOURCE_DIR}/src/ops/cuda/op_graph.cc)
 target_link_libraries(cachalot_ops PUBLIC CUDA::cudart_static)
 
 # A folder with binaries and the shared libraries that a bare GPU host lacks; they find each other by

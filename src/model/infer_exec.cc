@@ -7,9 +7,15 @@
 #include "quant/block.h"
 
 namespace cachalot::model {
+namespace {
 
-void* StepArrays::add_bytes(const void* values, int64_t bytes) {
-  auto* target = static_cast<uint8_t*>(arena_.allocate_bytes(bytes));
+// Units of a steady step's page tables and entry lists.
+constexpr int64_t kSteadyPages = 32, kSteadyEntries = 4096;
+
+}  // namespace
+
+void* StepArrays::add_bytes(const void* values, int64_t bytes, int64_t room) {
+  auto* target = static_cast<uint8_t*>(arena_.allocate_bytes(room));
   if (memory_.device() == Device::kCpu) {
     std::copy_n(static_cast<const uint8_t*>(values), bytes, target);
     return target;
@@ -54,14 +60,16 @@ InferExec::InferExec(const Model& model,
                      const StepPlan& encoder,
                      const StepPlan& decoder,
                      std::span<const StepSequence> sequences,
-                     Observer* observer)
+                     Observer* observer,
+                     bool steady)
     : model_(model),
       ctx_(context),
       act_(precision == Precision::kOfficial ? DType::kBF16 : DType::kF32),
       device_(device),
       memory_(memory),
       sequences_(sequences),
-      observer_(observer) {
+      observer_(observer),
+      steady_(steady) {
   const ModelConfig& c = model.config;
   StepArrays arrays(memory, device, context.stream);
   // The plans also differ if a replay's floors do.
@@ -79,8 +87,8 @@ InferExec::InferExec(const Model& model,
   }
   first_pre_ = arrays.add(pre, {encoder.rows, c.hc_mult});
   const int64_t half = c.qk_rope_head_dim / 2;
-  const Var window_frequency = arrays.add(model.window_frequency, {half});
-  const Var compressed_frequency = arrays.add(model.compressed_frequency, {half});
+  window_frequency_ = arrays.add(model.window_frequency, {half});
+  compressed_frequency_ = arrays.add(model.compressed_frequency, {half});
   for (const auto& [ratio, groups] : encoder.groups) {
     ratios_[ratio] = {.groups = {.ratio = ratio,
                                  .groups = static_cast<int64_t>(groups.row.size()),
@@ -102,13 +110,30 @@ InferExec::InferExec(const Model& model,
     windows_.push_back((last ? *decoder_ : *encoder_).windows[ring]);
   }
   run(arrays.flush());
+}
+
+void InferExec::begin() {
   for (Bound& bound : bound_) {
-    bound.window_rope = rope_table(bound.rows.position, window_frequency);
-    bound.compressed_rope = rope_table(bound.rows.position, compressed_frequency);
+    bound.window_rope = rope_table(bound.rows.position, window_frequency_);
+    bound.compressed_rope = rope_table(bound.rows.position, compressed_frequency_);
   }
   for (auto& [ratio, group] : ratios_) {
-    group.rope = rope_table(group.position, compressed_frequency);
+    group.rope = rope_table(group.position, compressed_frequency_);
   }
+}
+
+std::vector<int64_t> InferExec::shape() const {
+  const StepPlan& plan = *encoder_->plan;
+  std::vector<int64_t> shape{static_cast<int64_t>(plan.kind),
+                             plan.rows,
+                             encoder_->rows.sequences,
+                             static_cast<int64_t>(plan.logit_rows.size()),
+                             pages_};
+  for (const auto& [ratio, groups] : ratios_) {
+    shape.push_back(groups.groups.groups);
+    shape.push_back(most_entries(ratio));
+  }
+  return shape;
 }
 
 InferExec::Bound InferExec::bind(const StepPlan& plan, StepArrays& arrays) {
@@ -152,6 +177,14 @@ InferExec::Bound InferExec::bind(const StepPlan& plan, StepArrays& arrays) {
                              .fresh = {},
                              .floor = floor});
   }
+  if (steady_) {
+    for (int32_t member : plan.member) {
+      for (const ops::SourceView& source : view(member).sources) {
+        pages_ =
+            std::max(pages_, (source.page_count + kSteadyPages - 1) / kSteadyPages * kSteadyPages);
+      }
+    }
+  }
   // Draft stages read no compressed rows.
   for (size_t source = 0; !drafts && source < c.kv_source_layer_ids.size(); ++source) {
     std::vector<ops::PagedRows> main, index;
@@ -160,7 +193,7 @@ InferExec::Bound InferExec::bind(const StepPlan& plan, StepArrays& arrays) {
       const ops::SourceView& from = view(member).sources[source];
       for (auto [paged, to] : {std::pair(&from.main, &main), std::pair(&from.index, &index)}) {
         ops::PagedRows rows = *paged;
-        rows.pages = arrays.add(rows.pages, from.page_count);
+        rows.pages = arrays.add(rows.pages, from.page_count, pages_);
         to->push_back(rows);
       }
       open.push_back(from.open_group);
@@ -208,7 +241,7 @@ TensorView InferExec::make(DType dtype, const Shape& shape) {
 
 TensorView InferExec::rope_table(const Var& positions, const Var& frequency) {
   const Var table = make(DType::kF32, {positions.dim(0), frequency.dim(0), 2});
-  if (status_.ok()) {
+  if (status_.ok() && !replays_) {
     run(ops::rope_table(ctx_, {.position = positions, .frequency = frequency, .table = table}));
   }
   return table;
@@ -223,7 +256,7 @@ int64_t InferExec::most_entries(int64_t ratio) const {
   for (int32_t p : now_->plan->position) {
     most = std::max(most, (p + int64_t{1}) / ratio);
   }
-  return most;
+  return steady_ ? (most + kSteadyEntries - 1) / kSteadyEntries * kSteadyEntries : most;
 }
 
 // Observation. -----------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 // step.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <functional>
 #include <map>
@@ -48,10 +49,11 @@ class StepArrays {
   StepArrays(Arena& arena, ops::Memory& memory, void* stream)
       : arena_(arena), memory_(memory), stream_(stream) {}
 
-  // Copies of the values, valid for ops after flush().
+  // Copies of the values, valid for ops after flush(), with room for `capacity` of them.
   template <class T>
-  T* add(const T* values, int64_t count) {
-    return static_cast<T*>(add_bytes(values, count * static_cast<int64_t>(sizeof(T))));
+  T* add(const T* values, int64_t count, int64_t capacity = 0) {
+    constexpr auto kBytes = static_cast<int64_t>(sizeof(T));
+    return static_cast<T*>(add_bytes(values, count * kBytes, std::max(count, capacity) * kBytes));
   }
   TensorView add(const std::vector<int32_t>& v);
   TensorView add(const std::vector<uint8_t>& v);
@@ -60,7 +62,7 @@ class StepArrays {
   Status flush();
 
  private:
-  void* add_bytes(const void* values, int64_t bytes);
+  void* add_bytes(const void* values, int64_t bytes, int64_t room);
 
   Arena& arena_;
   ops::Memory& memory_;
@@ -83,7 +85,16 @@ class InferExec {
             const StepPlan& encoder,
             const StepPlan& decoder,
             std::span<const StepSequence> sequences,
-            Observer* observer);
+            Observer* observer,
+            bool steady);
+
+  // What the layers share; before the calls of forward().
+  void begin();
+  // From here on ops are not run: the calls of forward() give the tensors that a recorded step of
+  // this shape fills.
+  void replay() { replays_ = true; }
+  // All that the launches of a steady step depend on, besides what its arrays hold.
+  std::vector<int64_t> shape() const;
 
   // The first error of any op; ops after it do nothing.
   const Status& status() const { return status_; }
@@ -172,12 +183,12 @@ class InferExec {
     }
   }
   // Nothing is left to compute.
-  bool skips() const { return !status_.ok() || now_->rows.rows == 0; }
+  bool skips() const { return replays_ || !status_.ok() || now_->rows.rows == 0; }
   // A tensor of the step. Out of memory is an error of the step, after which ops do nothing.
   Var make(DType dtype, const Shape& shape);
   Var rope_table(const Var& positions, const Var& frequency);
   const Var& rope(const LayerSpec& layer) const;
-  // Longest visible entry list of any row at a ratio.
+  // Longest visible entry list of any row at a ratio; more in a steady step.
   int64_t most_entries(int64_t ratio) const;
   void observe(const LayerSpec& layer, const char* what, const Var& rows);
   void observe(const std::string& full_name, const Var& rows);
@@ -202,6 +213,11 @@ class InferExec {
   Arena& memory_;
   std::span<const StepSequence> sequences_;
   Observer* observer_;
+  // Sizes of launches are rounded up, so that step after step has the same.
+  bool steady_;
+  bool replays_ = false;
+  int64_t pages_ = 0;  // room of every page table
+  Var window_frequency_, compressed_frequency_;
   Status status_;
 
   std::vector<Bound> bound_;

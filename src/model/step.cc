@@ -2,9 +2,11 @@
 
 #include <algorithm>
 #include <limits>
+#include <map>
 
 #include "base/format.h"
 #include "model/infer_exec.h"
+#include "ops/op_graph.h"
 
 namespace cachalot::model {
 namespace {
@@ -139,9 +141,32 @@ StepPlan make_plan(const Model& model, std::span<const StepSequence> sequences, 
   return plan;
 }
 
+// A step of few rows per sequence, all of which run through all layers: its launches can be those
+// of a step before.
+bool is_steady(const StepPlan& encoder, const StepPlan& decoder) {
+  constexpr int64_t kMostRows = 1024, kMostRowsEach = 16;
+  return encoder.rows <= kMostRows &&
+         encoder.rows <= kMostRowsEach * static_cast<int64_t>(encoder.member.size()) &&
+         encoder.rows == decoder.rows && encoder.floor == decoder.floor;
+}
+
+// As many groups in every step of as many rows.
+void pad_groups(StepPlan& plan) {
+  for (auto& [ratio, groups] : plan.groups) {
+    while (static_cast<int64_t>(groups.row.size()) < plan.rows) {
+      groups.row.push_back(0);
+      groups.sequence.push_back(0);
+      groups.entry.push_back(-1);
+      groups.position.push_back(0);
+    }
+  }
+}
+
 // Tensors of one step on a device, and the temporaries of its ops.
 constexpr int64_t kDeviceStepBytes = int64_t{6} << 30;
 constexpr int64_t kDeviceScratchBytes = int64_t{2} << 30;
+// Shapes of steps whose graphs are kept.
+constexpr size_t kMostGraphs = 64;
 
 }  // namespace
 
@@ -175,6 +200,43 @@ struct StepRunner::State {
   std::unique_ptr<InferExec> exec;  // of the last step; null: nothing to commit
   Draft<TensorView> block;          // of the last draft; empty: none
   int64_t drawn = 0;                // positions of it that next_draft() gave
+  // By InferExec::shape(); null: such a step has run once, op by op.
+  std::map<std::vector<int64_t>, std::unique_ptr<ops::OpGraph>> graphs;
+
+  // Whether the launches of a step with these plans are worth recording.
+  bool records(const StepPlan& encoder, const StepPlan& decoder, const Observer* observer) const {
+    return context.backend == ops::Backend::kCuda && observer == nullptr &&
+           context.timer == nullptr && is_steady(encoder, decoder);
+  }
+
+  // Calls `body`, which runs a step of `of`: op by op when its shape is new, through a graph from
+  // the third time on.
+  template <class Body>
+  Status run_body(InferExec& of, bool recorded, const Body& body) {
+    const auto all = [&] {
+      of.begin();
+      body();
+      return of.status();
+    };
+    if (!recorded) {
+      return all();
+    }
+    const auto [entry, is_new] = graphs.try_emplace(of.shape());
+    if (is_new) {
+      if (graphs.size() > kMostGraphs) {
+        graphs.clear();
+      }
+      return all();
+    }
+    std::unique_ptr<ops::OpGraph>& graph = entry->second;
+    if (graph == nullptr) {
+      CACHALOT_TRY(graph, ops::record_ops(context, all));
+    } else {
+      of.replay();
+      CACHALOT_RETURN_IF_ERROR(all());
+    }
+    return graph->launch(context.stream);
+  }
 
   // Drops what the last step or draft left and takes over its memory.
   void restart(std::span<const StepSequence> next) {
@@ -228,6 +290,10 @@ Result<TensorView> StepRunner::run(std::span<const StepSequence> sequences, Obse
   s.restart(sequences);
   s.plan = make_plan(s.model, s.sequences, false);
   s.decoder_plan = make_plan(s.model, s.sequences, true);
+  const bool recorded = s.records(s.plan, s.decoder_plan, observer);
+  if (recorded) {
+    pad_groups(s.plan);
+  }
   s.exec = std::make_unique<InferExec>(s.model,
                                        s.context,
                                        s.precision,
@@ -236,12 +302,15 @@ Result<TensorView> StepRunner::run(std::span<const StepSequence> sequences, Obse
                                        s.plan,
                                        s.decoder_plan,
                                        s.sequences,
-                                       observer);
-  const TensorView logits = s.plan.kind == StepKind::kTargetWithContext
-                                ? forward_with_context(*s.exec, s.model)
-                                : forward(*s.exec, s.model);
+                                       observer,
+                                       recorded);
+  TensorView logits;
+  const Status status = s.run_body(*s.exec, recorded, [&] {
+    logits = s.plan.kind == StepKind::kTargetWithContext ? forward_with_context(*s.exec, s.model)
+                                                         : forward(*s.exec, s.model);
+  });
   Result<TensorView> result =
-      s.exec->status().ok() ? s.on_host(logits, s.logits) : Result<TensorView>(s.exec->status());
+      status.ok() ? s.on_host(logits, s.logits) : Result<TensorView>(status);
   if (!result.ok()) {
     s.exec.reset();
   }
@@ -258,10 +327,20 @@ Status StepRunner::draft(std::span<const StepSequence> sequences, Observer* obse
   CACHALOT_CHECK(step_kind(s.model, s.sequences) == StepKind::kTargetWithContext,
                  s.model.draft.size());
   s.plan = make_draft_plan(s.model.config, s.sequences);
-  InferExec exec(
-      s.model, s.context, s.precision, s.device, s.memory, s.plan, s.plan, s.sequences, observer);
-  const Draft<TensorView> block = model::draft(exec, s.model);
-  CACHALOT_RETURN_IF_ERROR(exec.status());
+  const bool recorded = s.records(s.plan, s.plan, observer);
+  InferExec exec(s.model,
+                 s.context,
+                 s.precision,
+                 s.device,
+                 s.memory,
+                 s.plan,
+                 s.plan,
+                 s.sequences,
+                 observer,
+                 recorded);
+  Draft<TensorView> block;
+  CACHALOT_RETURN_IF_ERROR(
+      s.run_body(exec, recorded, [&] { block = model::draft(exec, s.model); }));
   s.block = block;
   s.drawn = 0;
   return {};

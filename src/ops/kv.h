@@ -75,7 +75,7 @@ struct GroupRows {
   int64_t groups = 0;   // G
   TensorView row;       // [G] i32: row of the group's last token
   TensorView sequence;  // [G] i32
-  TensorView entry;     // [G] i32
+  TensorView entry;     // [G] i32; -1: padding, stored nowhere
 };
 
 // One request's caches as the forward pass sees them. Pages, rings and open groups lie in the

@@ -113,6 +113,9 @@ Status compress_store(OpContext& ctx, const CompressStoreArgs& args) {
                   for (int64_t g = begin; g < end; ++g) {
                     const int64_t s = args.groups.sequence.as<int32_t>()[g];
                     const int64_t entry = args.groups.entry.as<int32_t>()[g];
+                    if (entry < 0) {
+                      continue;
+                    }
                     const float* cos_sin = args.rope.as<float>() + g * half * 2;
                     load_row(row_of(args.latent, g), act, c, row);
                     rotate_row(row, c, cos_sin, half, 1.0f);

@@ -1,6 +1,7 @@
-// Builds without CUDA: the backend exists and has no kernels, no memory and no timer.
+// Builds without CUDA: the backend exists and has no kernels, no memory, no timer and no graphs.
 #include "base/format.h"
 #include "ops/memory.h"
+#include "ops/op_graph.h"
 #include "ops/op_timer.h"
 #include "ops/registry.h"
 
@@ -16,6 +17,10 @@ Result<Memory*> cuda_memory() {
 }
 
 Result<std::unique_ptr<OpTimer>> cuda_op_timer(void*) {
+  return error(Code::kUnimplemented, "backend cuda is not part of this build");
+}
+
+Result<std::unique_ptr<OpGraph>> cuda_record_ops(OpContext&, const std::function<Status()>&) {
   return error(Code::kUnimplemented, "backend cuda is not part of this build");
 }
 

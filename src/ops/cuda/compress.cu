@@ -90,6 +90,9 @@ __global__ void __launch_bounds__(kThreads) store_kernel(const int32_t* group_se
   const int64_t g = blockIdx.x;
   const int32_t s = group_sequence[g];
   const int64_t entry = group_entry[g];
+  if (entry < 0) {
+    return;
+  }
   const float* cos_sin = rope + g * half * 2;
   if (blockIdx.y == 0) {
     for (int64_t i = threadIdx.x; i < c; i += kThreads) {

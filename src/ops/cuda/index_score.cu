@@ -9,17 +9,18 @@
 // query  block = one token: queries rotated, quantized, laid out as the B operand of wgmma
 // score  block = `tiles` times 64 slots of one token, or of up to four tokens of one sequence
 //
-//   warpgroup   addresses of the rows four tiles ahead -> shared | copies of the rows three tiles
-//               ahead (cp.async) | of the tile that has arrived:
+//   16 threads  address of a run of four rows, four tiles ahead | bulk copies three tiles ahead
+//   warpgroup   the tile that has arrived:
 //     warp      unpack 16 rows of 128 codes in registers as A | wgmma: rows x heads of all tokens
 //     4 lanes   ReLU, head weights, sum over the heads -> scores, counts, block maxima
 //   block       at the end: counts -> global
 //
 // Slots are rows of the product and heads its columns, so a row's keys are unpacked once for all
 // tokens of the block, and neither the group nor the pass changes a sum. Shared: 34 KiB of rows, 8
-// KiB of addresses, 8 KiB of queries and 8 KiB of counts per token: 58 KiB with one token, 107 KiB
-// with four. Bound by 68 B per entry at one token per sequence (64 x 131072: 133 us at 4.3 TB/s),
-// by 8192 FLOP per token and entry at four.
+// KiB of queries and 8 KiB of counts per token: 51 KiB with one token, 99 KiB with four. Bound by
+// 68 B per entry at one token per sequence (64 x 131072: 133 us at 4.3 TB/s), by 8192 FLOP per
+// token and entry at four; close behind come the instructions that unpack (17 per 8 codes) and
+// weigh (2 per product).
 #include <algorithm>
 
 #include "ops/cuda/index_split.cuh"
@@ -31,9 +32,11 @@ constexpr int kThreads = kIndexThreads;
 constexpr int kGroups = kThreads / 128;  // warpgroups
 constexpr int kHeads = 32;
 constexpr int kTileSlots = 64;
-constexpr int kStages = 4;     // tiles of rows
-constexpr int kAddresses = 8;  // tiles of row addresses, at least kStages + 1
+constexpr int kRun = 4;  // slots whose rows are copied at once
+constexpr int kRuns = kTileSlots / kRun;
+constexpr int kStages = 4;  // tiles of rows
 constexpr int kKeyBytes = 68;
+constexpr int kTileBytes = kTileSlots * kKeyBytes;
 constexpr int kHalfDim = kIndexMmaDim / 2;
 constexpr int kCandidateBlock = 8;   // entries, if candidates are published
 constexpr int kMostTiles = 64;       // of a block
@@ -43,11 +46,11 @@ template <int kTokens>
 struct Shared {
   static constexpr int kColumns = kHeads * kTokens;
   uint8_t query[2][kColumns * 128];  // 1024-byte aligned
-  uint8_t rows[kGroups][kStages][kTileSlots * kKeyBytes];
-  const uint8_t* row[kGroups][kAddresses][kTileSlots];  // null: no entry
-  uint32_t count[kTokens][kBins / 2];                   // two 16-bit counts each
+  uint8_t rows[kGroups][kStages][kTileBytes];
+  uint32_t count[kTokens][kBins / 2];  // two 16-bit counts each
   float weight[kColumns];
   IndexExtent extent[kTokens];
+  uint64_t arrived[kGroups][kStages];
 };
 
 // Place of element (row, column) of a query half in the swizzled operand.
@@ -85,49 +88,45 @@ __global__ void __launch_bounds__(kThreads) query_kernel(const __grid_constant__
   }
 }
 
-// Addresses of the rows of the slots begin .. begin + 63, by threads 0 .. 63 of a warpgroup.
-__device__ __forceinline__ void find_rows(const IndexProblem& p,
-                                          int64_t token,
-                                          const PagedRows& pages,
-                                          int visible,
-                                          int begin,
-                                          int end,
-                                          const uint8_t** row) {
-  const int thread = static_cast<int>(threadIdx.x) % 128;
-  if (thread < kTileSlots) {
-    const int slot = begin + thread;
-    const int entry = slot < end ? slot_entry(p, token, slot, visible) : -1;
-    const auto page_rows = static_cast<uint32_t>(pages.page_rows);
-    const uint32_t page = static_cast<uint32_t>(entry) / page_rows;
-    row[thread] = entry < 0
-                      ? nullptr
-                      : pages.pages[page] + (static_cast<uint32_t>(entry) - page * page_rows) *
-                                                static_cast<uint32_t>(pages.row_bytes);
+// Four slots whose entries follow each other.
+struct Run {
+  int entry;            // of the first slot
+  int count;            // slots that have an entry; 0: none is copied
+  const uint8_t* from;  // row of the first one
+};
+__device__ __forceinline__ Run find_run(
+    const IndexProblem& p, int64_t token, const PagedRows& pages, int visible, int slot, int end) {
+  Run run{.entry = 0, .count = 0, .from = nullptr};
+  if (slot < end) {
+    run.entry = slot_entry(p, token, slot, visible);
+    run.count = run.entry < 0 ? 0 : min(kRun, visible - run.entry);
   }
+  if (run.count > 0) {
+    const auto page_rows = static_cast<uint32_t>(pages.page_rows);
+    const uint32_t page = static_cast<uint32_t>(run.entry) / page_rows;
+    run.from = pages.pages[page] + (static_cast<uint32_t>(run.entry) - page * page_rows) *
+                                       static_cast<uint32_t>(pages.row_bytes);
+  }
+  return run;
 }
 
-// Starts the copies of a tile by its warpgroup. `runs`: four rows at a time are contiguous.
-__device__ __forceinline__ void copy_tile(const uint8_t* const* row, bool runs, uint8_t* to) {
-  const int thread = static_cast<int>(threadIdx.x) % 128;
-  if (runs) {
-    constexpr int kPieces = 4 * kKeyBytes / 16;  // of a run
-    for (int i = thread; i < kTileSlots / 4 * kPieces; i += 128) {
-      const int run = i / kPieces, piece = i % kPieces;
-      const uint8_t* from = row[4 * run];
-      copy_async(to + i * 16, from + piece * 16, from != nullptr);
-    }
+// One thread brings a run to shared memory. `whole`: its rows are contiguous and aligned.
+__device__ __forceinline__ void copy_run(
+    const Run& run, bool whole, const PagedRows& pages, uint8_t* to, uint64_t* arrived) {
+  if (run.count == 0) {
+    barrier_arrive(arrived);
+  } else if (whole) {
+    barrier_arrive_expect(arrived, kRun * kKeyBytes);
+    copy_bulk(to, run.from, kRun * kKeyBytes, arrived);
   } else {
-    constexpr int kWords = kKeyBytes / 4;
-    for (int i = thread; i < kTileSlots * kWords; i += 128) {
-      const uint8_t* from = row[i / kWords];
-      if (from != nullptr) {
-        copy_async_small<4>(to + i * 4, from + i % kWords * 4);
-      } else {
-        *reinterpret_cast<uint32_t*>(to + i * 4) = 0;
-      }
+#pragma unroll 1
+    for (int i = 0; i < run.count * (kKeyBytes / 4); ++i) {
+      const int row = i / (kKeyBytes / 4), word = i % (kKeyBytes / 4);
+      reinterpret_cast<uint32_t*>(to)[i] =
+          reinterpret_cast<const uint32_t*>(pages.row(run.entry + row))[word];
     }
+    barrier_arrive(arrived);
   }
-  copy_async_commit();
 }
 
 __device__ __forceinline__ void warpgroup_barrier(int warpgroup) {
@@ -138,10 +137,10 @@ __device__ __forceinline__ void warpgroup_barrier(int warpgroup) {
   }
 }
 
-// acc = the 64 rows at `rows` times all query columns.
+// acc = the 64 rows at `rows` times all query columns. `query` is the operand of the first.
 template <int kColumnTiles>
 __device__ __forceinline__ void multiply(const uint8_t* rows,
-                                         const uint8_t* query,
+                                         uint64_t query,
                                          int half_bytes,
                                          const Lane& lane,
                                          float (&acc)[kColumnTiles][4]) {
@@ -176,7 +175,7 @@ __device__ __forceinline__ void multiply(const uint8_t* rows,
   wgmma_fence();
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
-    wgmma_bf16(acc, a[i], wgmma_operand(query + i / 4 * half_bytes + i % 4 * 32));
+    wgmma_bf16(acc, a[i], query + static_cast<uint64_t>((i / 4 * half_bytes + i % 4 * 32) / 16));
   }
   wgmma_commit();
   wgmma_wait<0>();
@@ -209,10 +208,17 @@ __global__ void __launch_bounds__(kThreads, kTokens == 1 ? 3 : 2)
   if (thread < last - first) {
     shared.extent[thread] = token_extent(s, first + thread);
   }
+  if (thread < kGroups * kStages) {
+    barrier_init(&shared.arrived[0][thread], kRuns);
+  }
   for (int i = thread; i < kTokens * (kBins / 2); i += kThreads) {
     shared.count[0][i] = 0;
   }
+  copy_async_wait<0>();
+  async_proxy_fence();
   __syncthreads();
+  const uint64_t query = wgmma_operand(shared.query[0]);
+  int copied = 0, read = 0;  // tiles of this warpgroup
 
   // Tokens of one sequence at a time: all of the group, as a rule.
   for (int from = 0; from < last - first;) {
@@ -223,41 +229,45 @@ __global__ void __launch_bounds__(kThreads, kTokens == 1 ? 3 : 2)
       visible = max(visible, shared.extent[to].visible);
     }
     const PagedRows pages = p.index[sequence];
-    const bool runs = pages.page_rows % 4 == 0 &&
-                      (p.candidates == nullptr || p.candidate_block % 4 == 0) &&
-                      reinterpret_cast<uintptr_t>(pages.pages[0]) % 16 == 0;
+    const bool whole = pages.page_rows % kRun == 0 &&
+                       (p.candidates == nullptr || p.candidate_block % kRun == 0) &&
+                       reinterpret_cast<uintptr_t>(pages.pages[0]) % 16 == 0;
     const int end = min(begin + tiles * kTileSlots, slots);
-    // Tile j of this warpgroup.
+    // Tile j of this warpgroup; thread i < kRuns of it has run i of every tile.
     const auto slot0 = [&](int j) { return begin + (j * kGroups + warpgroup) * kTileSlots; };
-    const auto address = [&](int j) {
-      if (slot0(j) < end) {
-        find_rows(
-            p, first + from, pages, visible, slot0(j), end, shared.row[warpgroup][j % kAddresses]);
+    const int own_run = thread % 128;
+    Run run;
+    const auto find = [&](int j) {
+      if (own_run < kRuns) {
+        run = find_run(p, first + from, pages, visible, slot0(j) + own_run * kRun, end);
       }
     };
     const auto copy = [&](int j) {
       if (slot0(j) < end) {
-        copy_tile(shared.row[warpgroup][j % kAddresses], runs, shared.rows[warpgroup][j % kStages]);
+        const int stage = copied++ % kStages;
+        if (own_run < kRuns) {
+          copy_run(run,
+                   whole,
+                   pages,
+                   shared.rows[warpgroup][stage] + own_run * (kRun * kKeyBytes),
+                   &shared.arrived[warpgroup][stage]);
+        }
       }
-      copy_async_commit();
     };
-    for (int j = 0; j < kStages; ++j) {
-      address(j);
-    }
-    __syncthreads();
     for (int j = 0; j < kStages - 1; ++j) {
+      find(j);
       copy(j);
     }
-    copy_async_wait<kStages - 1>();
-    async_proxy_fence();
-    __syncthreads();  // the queries are there
+    find(kStages - 1);
     for (int j = 0; slot0(j) < end; ++j) {
-      address(j + kStages);
-      copy_async_wait<kStages - 2>();
-      warpgroup_barrier(warpgroup);
+      const int stage = read % kStages;
+      barrier_wait(&shared.arrived[warpgroup][stage], read / kStages % 2);
+      warpgroup_barrier(warpgroup);  // all have left the stage that the next copy goes to
       copy(j + kStages - 1);
+      find(j + kStages);
+      ++read;
       float acc[kColumns / 8][4];
-      multiply(shared.rows[warpgroup][j % kStages], shared.query[0], kColumns * 128, lane, acc);
+      multiply(shared.rows[warpgroup][stage], query, kColumns * 128, lane, acc);
       float sum[kTokens][2] = {};
 #pragma unroll
       for (int m = 0; m < kTokens; ++m) {
@@ -293,7 +303,8 @@ __global__ void __launch_bounds__(kThreads, kTokens == 1 ? 3 : 2)
         }
         // Slots without an entry score lowest of all, below every bin that can be chosen.
         const bool listed = own && slot < e.slots;
-        const bool present = listed && shared.row[warpgroup][j % kAddresses][i] != nullptr;
+        const bool present =
+            listed && (p.candidates == nullptr || slot_entry(p, first, slot, e.visible) >= 0);
         const uint32_t score = present ? ordered_bits(value * (kLateScale * p.scale)) : 0;
         const int64_t token = first + m;
         if (listed) {
@@ -320,7 +331,6 @@ __global__ void __launch_bounds__(kThreads, kTokens == 1 ? 3 : 2)
         }
       }
     }
-    copy_async_wait<0>();
     __syncthreads();
     from = to;
   }

@@ -142,6 +142,9 @@ Status compress_store(OpContext&, const CompressStoreArgs& args) {
   for (int64_t g = 0; g < args.groups.groups; ++g) {
     const int64_t s = args.groups.sequence.as<int32_t>()[g];
     const int64_t entry = args.groups.entry.as<int32_t>()[g];
+    if (entry < 0) {
+      continue;
+    }
     const float* cos_sin = args.rope.as<float>() + g * half * 2;
     std::vector<double> latent = load_row(args.latent, g, c);
     rotate(latent.data(), c, cos_sin, half, 1);
