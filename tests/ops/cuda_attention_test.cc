@@ -158,6 +158,44 @@ TEST_F(CudaAttention, QuantizersAreExact) {
   }
 }
 
+// Groups that pad a step to a fixed shape touch no page.
+TEST_F(CudaAttention, PaddingGroupsAreNotStored) {
+  Random random(4);
+  const int64_t k = 64, groups = 3;
+  const Buffer latent = random.normals(DType::kF32, {groups, k});
+  const Buffer key = random.normals(DType::kF32, {groups, k});
+  const Buffer norm = random.normals(DType::kF32, {k}),
+               rope = random.normals(DType::kF32, {groups, 8, 2});
+  const auto pages = on_both([&](Side& side) {
+    Random content(5);
+    Pages main(content, 1, 4, 2, quant::main_row_bytes(k));
+    Pages index(content, 1, 4, 2, quant::index_row_bytes(k));
+    Buffer zero(DType::kI32, {groups}), entry(DType::kI32, {groups});
+    std::fill_n(ints(zero), groups, 0);
+    std::fill_n(ints(entry), groups, -1);
+    ints(entry)[1] = 2;
+    CompressStoreArgs args;
+    args.groups = {1, groups, side.in(zero), side.in(zero), side.in(entry)};
+    args.latent = side.in(latent);
+    args.key = side.in(key);
+    args.k_norm = side.in(norm);
+    args.rope = side.in(rope);
+    args.rms_eps = 1e-20f;
+    args.main = side.pages(main, 1);
+    args.index = side.pages(index, 1);
+    const std::vector<uint8_t> before = main.memory();
+    side.finish(compress_store(side.ctx(), args));
+    int64_t changed = 0;
+    for (size_t i = 0; i < before.size(); ++i) {
+      changed += before[i] != main.memory()[i] ? 1 : 0;
+    }
+    return changed;
+  });
+  EXPECT_GT(pages.got, 0);
+  EXPECT_LE(pages.got, quant::main_row_bytes(k));
+  EXPECT_LE(pages.want, quant::main_row_bytes(k));
+}
+
 TEST_F(CudaAttention, WindowCommit) {
   for (int64_t window : {4, 8, 128}) {
     const TestStep step(

@@ -1,6 +1,7 @@
 // What the expert kernels share: the call's arrays, and who computes what.
 #pragma once
 
+#include "ops/cuda/device/gemm.cuh"
 #include "ops/cuda/device/quantize.cuh"
 #include "ops/cuda/device/reduce.cuh"
 #include "ops/cuda/device/weights.cuh"
@@ -9,7 +10,7 @@
 
 namespace cachalot::ops::cuda {
 
-// Tokens pair_of[begin .. begin + count) of one expert.
+// Tokens pair_of[begin .. begin + count) of one expert; begin is a multiple of 8.
 struct ExpertGroup {
   int expert;
   int begin;
@@ -28,14 +29,18 @@ struct ExpertProblem {
   float limit;
   const int32_t* ids;    // [T, k]
   const float* weights;  // [T, k]
-  const int* pair_of;    // [T k]: token * k + slot, sorted by expert; null: every pair is a group
+  // [positions]: token * k + slot, sorted by expert, groups padded to whole token tiles; null:
+  // every pair is a group.
+  const int* pair_of;
   const ExpertGroup* groups;
   const int* group_count;
-  int group_tokens;     // at most, in a group
-  bool wide;            // x and hidden are in wide order: groups of more than kFewTokens tokens
-  const Bf16* x_fp4;    // [T, D] quantized, in FP4 order
+  int group_tokens;  // at most, in a group
+  // Groups of more than kFewTokens tokens: x and hidden are images (device/gemm.cuh), one after the
+  // other; routed ones in the order of pair_of.
+  bool wide;
+  const Bf16* x_fp4;    // [T, D] (wide: [positions, D]) quantized, in FP4 order
   const Bf16* x_fp8;    // [T, D] quantized, in FP8 order
-  Bf16* hidden_routed;  // [T k, F] quantized, in FP4 order
+  Bf16* hidden_routed;  // [T k, F] (wide: [positions, F]) quantized, in FP4 order
   Bf16* hidden_shared;  // [T, F] quantized, in FP8 order
   Bf16* out_routed;     // [T k, D]
   Bf16* out_shared;     // [T, D]
@@ -127,18 +132,23 @@ __device__ __forceinline__ float hidden_value(
   return rounded<Bf16>(g / (1.0f + expf(-g)) * u * weight);
 }
 
-// One warp: quantizes 32 hidden values of one token (lane l has column `column` + l, a multiple of
-// 32) and stores them in the order of the second product's weights.
+// One warp: quantizes 32 hidden values of token n of a tile (lane l has column `column` + l, a
+// multiple of 32) and stores them in the order of the second product's weights.
 __device__ __forceinline__ void store_hidden(
-    const ExpertProblem& p, const ExpertTile& tile, int64_t pair, int64_t column, float h) {
+    const ExpertProblem& p, const ExpertTile& tile, int n, int64_t column, float h) {
   float unused = 0;
   fp8_round_pair(h, unused, fp8_scale(__reduce_max_sync(kAllLanes, magnitude_bits(h))));
   const InputLayout layout = tile.shared ? InputLayout::kFp8 : InputLayout::kFp4;
   const int c = static_cast<int>(column % kChunk) + static_cast<int>(threadIdx.x) % 32;
   const int lane_place = layout_piece(layout, c / 8) * 8 + layout_slot(layout, c % 8);
-  const int64_t place = column / kChunk * kChunk + (p.wide ? wide_place(lane_place) : lane_place);
   Bf16* to = tile.shared ? p.hidden_shared : p.hidden_routed;
-  to[pair * p.f + place] = from_float<Bf16>(h);
+  if (p.wide) {
+    const int64_t place = column / kChunk * kChunk + wide_place(lane_place);
+    to += tile.group.begin * p.f + image_place(image_rows(tile.group.count), n, place);
+  } else {
+    to += pair_row(p, tile, n) * p.f + column / kChunk * kChunk + lane_place;
+  }
+  *to = from_float<Bf16>(h);
 }
 
 constexpr int kFewTokens = 2 * kTokenTile;

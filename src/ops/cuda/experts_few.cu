@@ -105,7 +105,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks<kTiles>)
   }
   __syncthreads();
   for (int n = warp; n < tile.group.count; n += kWarps) {
-    store_hidden(p, tile, pair_row(p, tile, n), tile.row, hidden[n][threadIdx.x % 32]);
+    store_hidden(p, tile, n, tile.row, hidden[n][threadIdx.x % 32]);
   }
 }
 

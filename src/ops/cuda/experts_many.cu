@@ -36,17 +36,20 @@ __device__ __forceinline__ void multiply(const ExpertProblem& p,
                                          bool hidden,
                                          int chunks,
                                          const Lane& lane,
-                                         const uint16_t** token_row,
                                          float (&total)[kTiles][4]) {
   using Block = Gemm<W, kTiles>;
-  const Block block{dynamic_shared(), token_row};
-  typename Block::Ring ring(block.ring_memory(), place, chunks * (kChunk / W::kStep));
+  __shared__ typename Block::Barriers barriers;
+  typename Block::Ring ring(Block::ring_memory(), place, chunks * (kChunk / W::kStep));
   wait_for_previous_kernels();
   allow_next_kernel();
-  if (threadIdx.x < Block::kTokens) {
-    token_row[threadIdx.x] = expert_input(p, tile, static_cast<int>(threadIdx.x), hidden);
-  }
-  __syncthreads();
+  const Bf16* input = hidden        ? (tile.shared ? p.hidden_shared : p.hidden_routed)
+                      : tile.shared ? p.x_fp8
+                                    : p.x_fp4;
+  input += static_cast<int64_t>(tile.group.begin) * chunks * kChunk;
+  const Block block{dynamic_shared(),
+                    &barriers,
+                    reinterpret_cast<const uint8_t*>(input),
+                    static_cast<int>(image_rows(tile.group.count))};
   block.run(ring, chunks, lane, total);
   __syncthreads();
 }
@@ -72,8 +75,7 @@ __device__ __forceinline__ void with_tiles(int count, const Body& body) {
 template <class W, int kTiles>
 __device__ __forceinline__ void hidden_tile(const ExpertProblem& p,
                                             const ExpertTile& tile,
-                                            const Lane& lane,
-                                            const uint16_t** token_row) {
+                                            const Lane& lane) {
   const int warp = static_cast<int>(threadIdx.x) / 32;
   float total[kTiles][4] = {};
   multiply<W, kTiles>(p,
@@ -82,7 +84,6 @@ __device__ __forceinline__ void hidden_tile(const ExpertProblem& p,
                       false,
                       static_cast<int>(p.d / kChunk),
                       lane,
-                      token_row,
                       total);
   auto* hidden = reinterpret_cast<float*>(dynamic_shared());  // [token][kHiddenStride]
 #pragma unroll
@@ -101,7 +102,6 @@ __device__ __forceinline__ void hidden_tile(const ExpertProblem& p,
 template <int kMostTiles>
 __global__ void __launch_bounds__(kGemmThreads, 1)
     hidden_kernel(const __grid_constant__ ExpertProblem p) {
-  __shared__ const uint16_t* token_row[kMostTiles * kTokenTile];
   const Lane lane;
   const ExpertTile tile = expert_tile(p, p.f / kHiddenBlock, kHiddenBlock);
   if (!tile.valid) {
@@ -109,9 +109,9 @@ __global__ void __launch_bounds__(kGemmThreads, 1)
   }
   with_tiles<kMostTiles>(tile.group.count, [&]<int kTiles>() {
     if (tile.shared) {
-      hidden_tile<Fp8Pair, kTiles>(p, tile, lane, token_row);
+      hidden_tile<Fp8Pair, kTiles>(p, tile, lane);
     } else {
-      hidden_tile<Fp4Weights, kTiles>(p, tile, lane, token_row);
+      hidden_tile<Fp4Weights, kTiles>(p, tile, lane);
     }
   });
   __syncthreads();
@@ -121,7 +121,7 @@ __global__ void __launch_bounds__(kGemmThreads, 1)
     const int n = i / (kHiddenBlock / 32), half = i % (kHiddenBlock / 32) * 32;
     store_hidden(p,
                  tile,
-                 pair_row(p, tile, n),
+                 n,
                  tile.row + half,
                  hidden[n * kHiddenStride + half + static_cast<int>(threadIdx.x) % 32]);
   }
@@ -130,8 +130,7 @@ __global__ void __launch_bounds__(kGemmThreads, 1)
 template <class W, int kTiles>
 __device__ __forceinline__ void out_tile(const ExpertProblem& p,
                                          const ExpertTile& tile,
-                                         const Lane& lane,
-                                         const uint16_t** token_row) {
+                                         const Lane& lane) {
   const int warp = static_cast<int>(threadIdx.x) / 32;
   float total[kTiles][4] = {};
   multiply<W, kTiles>(
@@ -142,7 +141,6 @@ __device__ __forceinline__ void out_tile(const ExpertProblem& p,
       true,
       static_cast<int>(p.f / kChunk),
       lane,
-      token_row,
       total);
   auto* sums = reinterpret_cast<float*>(dynamic_shared());  // [token][kOutStride]
 #pragma unroll
@@ -158,7 +156,6 @@ __device__ __forceinline__ void out_tile(const ExpertProblem& p,
 template <int kMostTiles>
 __global__ void __launch_bounds__(kGemmThreads, 1)
     out_kernel(const __grid_constant__ ExpertProblem p) {
-  __shared__ const uint16_t* token_row[kMostTiles * kTokenTile];
   const Lane lane;
   const ExpertTile tile = expert_tile(p, p.d / kOutBlock, kOutBlock);
   if (!tile.valid) {
@@ -166,9 +163,9 @@ __global__ void __launch_bounds__(kGemmThreads, 1)
   }
   with_tiles<kMostTiles>(tile.group.count, [&]<int kTiles>() {
     if (tile.shared) {
-      out_tile<Fp8Rows, kTiles>(p, tile, lane, token_row);
+      out_tile<Fp8Rows, kTiles>(p, tile, lane);
     } else {
-      out_tile<Fp4Weights, kTiles>(p, tile, lane, token_row);
+      out_tile<Fp4Weights, kTiles>(p, tile, lane);
     }
   });
   __syncthreads();

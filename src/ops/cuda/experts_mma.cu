@@ -7,15 +7,16 @@
 // out  y [T, D] bf16
 //
 // route     one block sorts the (token, slot) pairs by expert and cuts them into groups; a call of
-// one or
-//           two tokens needs none: every pair is a group
-// prepare   x quantized, in the FP4 and the FP8 column order            -> scratch [T, D] each
+//           one or two tokens needs none: every pair is a group
+// prepare   x quantized, in the FP4 and the FP8 column order -> scratch; for many tokens as images,
+//           a copy of its token for every pair
 // hidden    see experts_few.cu
 // out
 // combine   slots added in ascending order; 8 columns per thread
 //
-// Shared: 24 KiB in route. Bound by the products; the small kernels cost a launch each.
+// Shared: 32 KiB in route. Bound by the products; the small kernels cost a launch each.
 // Ids outside the table, which only padding rows have, go to no group and add nothing.
+#include "ops/cuda/device/pieces.cuh"
 #include "ops/cuda/experts.cuh"
 #include "ops/cuda/input.cuh"
 #include "ops/cuda/kernels.h"
@@ -29,24 +30,31 @@ constexpr int kRouteThreads = 1024;
 constexpr int kMaxExperts = 2048;
 constexpr int64_t kDirectTokens = 2;  // up to here every pair is a group of its own
 
-// One block: sorts the pairs by expert. The order inside an expert does not matter: every pair's
-// result depends on the pair alone.
+// One block: sorts the pairs by expert. An expert's groups have one size, so that none is nearly
+// empty, and begin at whole token tiles; what lies between is -1. The order inside an expert does
+// not matter: every pair's result depends on the pair alone.
 __global__ void __launch_bounds__(kRouteThreads) route_kernel(const int32_t* experts,
                                                               int pairs,
                                                               int expert_count,
                                                               int group_tokens,
+                                                              int positions,
                                                               int* pair_of,
+                                                              int* group_of,
                                                               ExpertGroup* groups,
                                                               int* group_count) {
   __shared__ int count[kMaxExperts];
   __shared__ int begin[kMaxExperts];
   __shared__ int group_begin[kMaxExperts];
-  __shared__ int totals[2];
+  __shared__ int taken[kMaxExperts];
+  __shared__ int total;
   allow_next_kernel();
   wait_for_previous_kernels();
   const int thread = static_cast<int>(threadIdx.x);
   for (int e = thread; e < expert_count; e += kRouteThreads) {
     count[e] = 0;
+  }
+  for (int i = thread; i < positions; i += kRouteThreads) {
+    pair_of[i] = -1;
   }
   __syncthreads();
   for (int i = thread; i < pairs; i += kRouteThreads) {
@@ -56,53 +64,84 @@ __global__ void __launch_bounds__(kRouteThreads) route_kernel(const int32_t* exp
     }
   }
   __syncthreads();
+  const auto groups_of = [&](int n) { return (n + group_tokens - 1) / group_tokens; };
+  // Tokens of a group, and places of it.
+  const auto size_of = [&](int n) { return n == 0 ? 0 : (n + groups_of(n) - 1) / groups_of(n); };
+  const auto room_of = [&](int n) {
+    return (size_of(n) + kTokenTile - 1) / kTokenTile * kTokenTile;
+  };
   // One warp scans the counts, 32 experts at a time.
   if (thread < kWarp) {
-    int pair_sum = 0, group_sum = 0;
+    int place_sum = 0, group_sum = 0;
     for (int e0 = 0; e0 < expert_count; e0 += kWarp) {
       const int e = e0 + thread;
       const int n = e < expert_count ? count[e] : 0;
-      const int g = (n + group_tokens - 1) / group_tokens;
-      int n_scan = n, g_scan = g;
+      const int g = groups_of(n), places = g * room_of(n);
+      int place_scan = places, g_scan = g;
 #pragma unroll
       for (int step = 1; step < kWarp; step *= 2) {
-        const int n_up = __shfl_up_sync(kAllLanes, n_scan, step);
+        const int place_up = __shfl_up_sync(kAllLanes, place_scan, step);
         const int g_up = __shfl_up_sync(kAllLanes, g_scan, step);
-        n_scan += thread >= step ? n_up : 0;
+        place_scan += thread >= step ? place_up : 0;
         g_scan += thread >= step ? g_up : 0;
       }
       if (e < expert_count) {
-        begin[e] = pair_sum + n_scan - n;
+        begin[e] = place_sum + place_scan - places;
         group_begin[e] = group_sum + g_scan - g;
       }
-      pair_sum += __shfl_sync(kAllLanes, n_scan, kWarp - 1);
+      place_sum += __shfl_sync(kAllLanes, place_scan, kWarp - 1);
       group_sum += __shfl_sync(kAllLanes, g_scan, kWarp - 1);
     }
     if (thread == 0) {
-      totals[0] = pair_sum;
-      totals[1] = group_sum;
+      total = group_sum;
     }
   }
   __syncthreads();
   if (thread == 0) {
-    *group_count = totals[1];
+    *group_count = total;
   }
   for (int e = thread; e < expert_count; e += kRouteThreads) {
-    // Groups of one size, so that none is nearly empty.
-    const int n = (count[e] + group_tokens - 1) / group_tokens;
-    for (int g = 0; g < n; ++g) {
-      const auto first = static_cast<int>(int64_t{count[e]} * g / n);
-      const auto last = static_cast<int>(int64_t{count[e]} * (g + 1) / n);
-      groups[group_begin[e] + g] = {e, begin[e] + first, last - first};
+    const int n = count[e], size = size_of(n), room = room_of(n);
+    for (int g = 0; g < groups_of(n); ++g) {
+      groups[group_begin[e] + g] = {e, begin[e] + g * room, min(size, n - g * size)};
     }
+    taken[e] = 0;
   }
   __syncthreads();
   for (int i = thread; i < pairs; i += kRouteThreads) {
     const int e = experts[i];
     if (e >= 0 && e < expert_count) {
-      pair_of[atomicAdd(&begin[e], 1)] = i;
+      const int at = atomicAdd(&taken[e], 1), size = size_of(count[e]), g = at / size;
+      const int place = begin[e] + g * room_of(count[e]) + at % size;
+      pair_of[place] = i;
+      group_of[place] = group_begin[e] + g;
     }
   }
+}
+
+// x as the images of the groups: eight columns of one place per thread.
+__global__ void __launch_bounds__(kThreads) gather_kernel(const Bf16* x,
+                                                          const int* pair_of,
+                                                          const int* group_of,
+                                                          const ExpertGroup* groups,
+                                                          int64_t positions,
+                                                          int k,
+                                                          int64_t d,
+                                                          Bf16* out) {
+  wait_for_previous_kernels();
+  allow_next_kernel();
+  const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x, pieces = d / 8;
+  const int64_t place = i / pieces, piece = i % pieces;
+  // A warp is in one row: rows have whole chunks of 32 pieces.
+  if (place >= positions || pair_of[place] < 0) {
+    return;
+  }
+  const ExpertGroup group = groups[group_of[place]];
+  float v[8];
+  load_elements<8>(x + pair_of[place] / k * d + piece * 8, v);
+  quantize_piece(v);
+  store_image<InputLayout::kFp4>(
+      out + group.begin * d, image_rows(group.count), place - group.begin, piece, v);
 }
 
 __global__ void __launch_bounds__(kThreads)
@@ -172,13 +211,18 @@ Status experts_mma(OpContext& ctx, const ExpertsArgs& args) {
   // Groups of the routed experts at most, and of the shared one.
   const int64_t routed_groups = std::min(pairs, experts + pairs / tokens);
   const int64_t groups = routed_groups + (has_shared ? ceil_div(t, tokens) : 0);
+  const bool wide = tokens > kFewTokens;
+  // Places of pair_of, and rows of x and hidden.
+  const int64_t positions = pairs + kTokenTile * routed_groups;
+  const int64_t routed_rows = wide ? positions : pairs, shared_rows = wide ? image_rows(t) : t;
 
   Scratch scratch(ctx);
-  auto* pair_of = scratch.array<int>(pairs);
+  auto* pair_of = scratch.array<int>(positions);
+  auto* group_of = scratch.array<int>(positions);
   auto* group_list = scratch.array<ExpertGroup>(routed_groups);
   auto* group_count = scratch.array<int>(1);
-  auto* x_fp4 = scratch.array<Bf16>(t * d);
-  auto* x_fp8 = scratch.array<Bf16>(has_shared ? t * d : 1);
+  auto* x_fp4 = scratch.array<Bf16>((wide ? positions : t) * d);
+  auto* x_fp8 = scratch.array<Bf16>(has_shared ? shared_rows * d : 1);
   const ExpertProblem p{.table = table,
                         .shared = has_shared ? expert_pointers(args.shared[0]) : ExpertPointers{},
                         .has_shared = has_shared,
@@ -194,11 +238,11 @@ Status experts_mma(OpContext& ctx, const ExpertsArgs& args) {
                         .groups = group_list,
                         .group_count = group_count,
                         .group_tokens = static_cast<int>(tokens),
-                        .wide = tokens > kFewTokens,
+                        .wide = wide,
                         .x_fp4 = x_fp4,
                         .x_fp8 = x_fp8,
-                        .hidden_routed = scratch.array<Bf16>(pairs * f),
-                        .hidden_shared = scratch.array<Bf16>(has_shared ? t * f : 1),
+                        .hidden_routed = scratch.array<Bf16>(routed_rows * f),
+                        .hidden_shared = scratch.array<Bf16>(has_shared ? shared_rows * f : 1),
                         .out_routed = scratch.array<Bf16>(pairs * d),
                         .out_shared = scratch.array<Bf16>(has_shared ? t * d : 1),
                         .y = static_cast<Bf16*>(args.y.data)};
@@ -215,21 +259,39 @@ Status experts_mma(OpContext& ctx, const ExpertsArgs& args) {
                                     static_cast<int>(pairs),
                                     static_cast<int>(experts),
                                     static_cast<int>(tokens),
+                                    static_cast<int>(positions),
                                     pair_of,
+                                    group_of,
                                     group_list,
                                     group_count));
   }
-  // NOTE: the products read the routing before they wait. This kernel lets them start only after
-  // its own wait, which covers the routing.
-  CACHALOT_RETURN_IF_ERROR(prepare_experts_input(ctx,
-                                                 static_cast<const Bf16*>(args.x.data),
-                                                 t,
-                                                 d,
-                                                 p.wide,
-                                                 x_fp4,
-                                                 has_shared ? x_fp8 : nullptr));
-  CACHALOT_RETURN_IF_ERROR(tokens <= kFewTokens ? experts_few(ctx, p, groups)
-                                                : experts_many(ctx, p, groups));
+  // The products read the routing before they wait. The kernels in front of them let them start
+  // only after their own wait, which covers the routing.
+  const auto* x = static_cast<const Bf16*>(args.x.data);
+  if (!wide) {
+    CACHALOT_RETURN_IF_ERROR(
+        prepare_experts_input(ctx, x, t, d, x_fp4, has_shared ? x_fp8 : nullptr));
+  } else {
+    if (has_shared) {
+      CACHALOT_RETURN_IF_ERROR(
+          prepare_image(ctx, x, t, d, d, static_cast<int>(tokens), InputLayout::kFp8, true, x_fp8));
+    }
+    CACHALOT_RETURN_IF_ERROR(launch(ctx,
+                                    "experts_gather",
+                                    gather_kernel,
+                                    extent(ceil_div(positions * (d / 8), kThreads)),
+                                    kThreads,
+                                    0,
+                                    x,
+                                    pair_of,
+                                    group_of,
+                                    group_list,
+                                    positions,
+                                    static_cast<int>(k),
+                                    d,
+                                    x_fp4));
+  }
+  CACHALOT_RETURN_IF_ERROR(!wide ? experts_few(ctx, p, groups) : experts_many(ctx, p, groups));
   return launch(ctx,
                 "experts_combine",
                 combine_kernel,

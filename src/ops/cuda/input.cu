@@ -13,7 +13,7 @@ namespace {
 
 constexpr int kThreads = 128;
 
-template <InputLayout kLayout, bool kWide, bool kQuantize>
+template <InputLayout kLayout, bool kQuantize>
 __global__ void __launch_bounds__(kThreads)
     prepare_kernel(const Bf16* x, int64_t pieces, Bf16* out) {
   wait_for_previous_kernels();
@@ -28,10 +28,9 @@ __global__ void __launch_bounds__(kThreads)
   if constexpr (kQuantize) {
     quantize_piece(v);
   }
-  store_piece<kLayout, kWide>(out, i, v);
+  store_piece<kLayout>(out, i, v);
 }
 
-template <bool kWide>
 __global__ void __launch_bounds__(kThreads)
     prepare_experts_kernel(const Bf16* x, int64_t pieces, Bf16* fp4, Bf16* fp8) {
   wait_for_previous_kernels();
@@ -43,10 +42,35 @@ __global__ void __launch_bounds__(kThreads)
   float v[8];
   load_elements<8>(x + i * 8, v);
   quantize_piece(v);
-  store_piece<InputLayout::kFp4, kWide>(fp4, i, v);
+  store_piece<InputLayout::kFp4>(fp4, i, v);
   if (fp8 != nullptr) {
-    store_piece<InputLayout::kFp8, kWide>(fp8, i, v);
+    store_piece<InputLayout::kFp8>(fp8, i, v);
   }
+}
+
+// x [rows, width] in column groups of `in`: the images of a group's tiles follow each other.
+template <InputLayout kLayout, bool kQuantize>
+__global__ void __launch_bounds__(kThreads)
+    image_kernel(const Bf16* x, int64_t rows, int64_t width, int64_t in, int tile, Bf16* out) {
+  wait_for_previous_kernels();
+  allow_next_kernel();
+  const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  if (i >= rows * width / 8) {
+    return;
+  }
+  float v[8];
+  load_elements<8>(x + i * 8, v);
+  if constexpr (kQuantize) {
+    quantize_piece(v);
+  }
+  const int64_t row = i / (width / 8), column = i % (width / 8) * 8;
+  const int64_t first = row / tile * tile;
+  const int64_t tile_rows = image_rows(rows - first < tile ? rows - first : tile);
+  store_image<kLayout>(out + (column / in * image_rows(rows) + first) * in,
+                       tile_rows,
+                       row - first,
+                       column % in / 8,
+                       v);
 }
 
 __global__ void __launch_bounds__(kThreads)
@@ -67,12 +91,24 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-template <InputLayout kLayout>
-auto pick(bool wide, bool quantize) {
-  return wide       ? (quantize ? prepare_kernel<kLayout, true, true>
-                                : prepare_kernel<kLayout, true, false>)
-         : quantize ? prepare_kernel<kLayout, false, true>
-                    : prepare_kernel<kLayout, false, false>;
+// Calls body.operator()<layout, quantize>().
+template <class Body>
+Status with_form(InputLayout layout, bool quantize, const Body& body) {
+  switch (layout) {
+    case InputLayout::kFp8:
+      return quantize ? body.template operator()<InputLayout::kFp8, true>()
+                      : body.template operator()<InputLayout::kFp8, false>();
+    case InputLayout::kFp4:
+      return quantize ? body.template operator()<InputLayout::kFp4, true>()
+                      : body.template operator()<InputLayout::kFp4, false>();
+    default:
+      return quantize ? body.template operator()<InputLayout::kNatural, true>()
+                      : body.template operator()<InputLayout::kNatural, false>();
+  }
+}
+
+unsigned grid(int64_t pieces) {
+  return extent(ceil_div(pieces, kThreads));
 }
 
 }  // namespace
@@ -82,42 +118,52 @@ Status prepare_input(const OpContext& ctx,
                      int64_t rows,
                      int64_t width,
                      InputLayout layout,
-                     bool wide,
                      bool quantize,
                      Bf16* out) {
-  const auto kernel = layout == InputLayout::kFp8   ? pick<InputLayout::kFp8>(wide, quantize)
-                      : layout == InputLayout::kFp4 ? pick<InputLayout::kFp4>(wide, quantize)
-                                                    : pick<InputLayout::kNatural>(wide, quantize);
   const int64_t pieces = rows * width / 8;
-  return launch(ctx,
-                "prepare_input",
-                kernel,
-                extent(ceil_div(pieces, kThreads)),
-                kThreads,
-                0,
-                x,
-                pieces,
-                out);
+  return with_form(layout, quantize, [&]<InputLayout kLayout, bool kQuantize>() {
+    return launch(ctx,
+                  "prepare_input",
+                  prepare_kernel<kLayout, kQuantize>,
+                  grid(pieces),
+                  kThreads,
+                  0,
+                  x,
+                  pieces,
+                  out);
+  });
 }
 
-Status prepare_experts_input(const OpContext& ctx,
-                             const Bf16* x,
-                             int64_t rows,
-                             int64_t width,
-                             bool wide,
-                             Bf16* fp4,
-                             Bf16* fp8) {
+Status prepare_image(const OpContext& ctx,
+                     const Bf16* x,
+                     int64_t rows,
+                     int64_t width,
+                     int64_t in,
+                     int tile,
+                     InputLayout layout,
+                     bool quantize,
+                     Bf16* out) {
+  return with_form(layout, quantize, [&]<InputLayout kLayout, bool kQuantize>() {
+    return launch(ctx,
+                  "prepare_image",
+                  image_kernel<kLayout, kQuantize>,
+                  grid(rows * width / 8),
+                  kThreads,
+                  0,
+                  x,
+                  rows,
+                  width,
+                  in,
+                  tile,
+                  out);
+  });
+}
+
+Status prepare_experts_input(
+    const OpContext& ctx, const Bf16* x, int64_t rows, int64_t width, Bf16* fp4, Bf16* fp8) {
   const int64_t pieces = rows * width / 8;
-  return launch(ctx,
-                "prepare_input",
-                wide ? prepare_experts_kernel<true> : prepare_experts_kernel<false>,
-                extent(ceil_div(pieces, kThreads)),
-                kThreads,
-                0,
-                x,
-                pieces,
-                fp4,
-                fp8);
+  return launch(
+      ctx, "prepare_input", prepare_experts_kernel, grid(pieces), kThreads, 0, x, pieces, fp4, fp8);
 }
 
 Status quantize_rows(const OpContext& ctx, const Bf16* x, int64_t rows, int64_t width, Bf16* out) {

@@ -52,7 +52,9 @@ struct Target {
 };
 
 struct Problem {
-  const Bf16* x;  // [T, groups * K] in the format's layout, or as it came (few_kernel, kRaw)
+  // few_kernel: [T, groups * K] in the format's layout, or as it came (kRaw). many_kernel: images
+  // of its tiles of tokens (prepare_image).
+  const Bf16* x;
   bool quantize;  // kRaw: to FP8 blocks and back
   int64_t tokens;
   int64_t width;  // groups * K
@@ -154,7 +156,7 @@ __global__ void __launch_bounds__(kMaxSharing * 32, 2)
         if (p.quantize) {
           quantize_piece(v);
         }
-        store_piece<W::kLayout, false>(own + n * width + c * kChunk, piece, v);
+        store_piece<W::kLayout>(own + n * width + c * kChunk, piece, v);
       }
     }
     __syncwarp();
@@ -193,7 +195,7 @@ __global__ void __launch_bounds__(kMaxSharing * 32, 2)
 template <class W, int kTiles, int kWarps>
 __global__ void __launch_bounds__(kWarps * 32, 1) many_kernel(const __grid_constant__ Problem p) {
   using Block = Gemm<W, kTiles, kWarps>;
-  __shared__ const uint16_t* token_row[Block::kTokens];
+  __shared__ typename Block::Barriers barriers;
   const Lane lane;
   const int warp = static_cast<int>(threadIdx.x) / 32;
   const int tile = static_cast<int>(blockIdx.x) * kWarps + warp;
@@ -201,23 +203,20 @@ __global__ void __launch_bounds__(kWarps * 32, 1) many_kernel(const __grid_const
   const bool active = tile < p.tiles;
   const TilePlace place(p, min(tile, p.tiles - 1));
   const Target& target = p.target[place.target];
-  const Block block{dynamic_shared(), token_row};
   const TileRows rows =
       tile_rows<W>(target.values, target.scales, place.row, target.out, p.in, lane);
-  typename Block::Ring ring(block.ring_memory(), rows, active ? chunks * (kChunk / W::kStep) : 0);
+  typename Block::Ring ring(Block::ring_memory(), rows, active ? chunks * (kChunk / W::kStep) : 0);
   wait_for_previous_kernels();
   allow_next_kernel();
   const int64_t token0 = static_cast<int64_t>(blockIdx.y) * Block::kTokens;
   // Tiles of a block lie in one group: the host gives blocks of whole groups only.
   const TilePlace first(p, static_cast<int>(blockIdx.x) * kWarps);
-  const int64_t column = first.row / p.target[first.target].group_rows * p.in;
-  if (threadIdx.x < Block::kTokens) {
-    const int64_t token = token0 + threadIdx.x;
-    token_row[threadIdx.x] = token < p.tokens
-                                 ? reinterpret_cast<const uint16_t*>(p.x + token * p.width + column)
-                                 : nullptr;
-  }
-  __syncthreads();
+  const int64_t group = first.row / p.target[first.target].group_rows;
+  const Block block{
+      dynamic_shared(),
+      &barriers,
+      reinterpret_cast<const uint8_t*>(p.x + (group * image_rows(p.tokens) + token0) * p.in),
+      static_cast<int>(image_rows(min(p.tokens - token0, int64_t{Block::kTokens})))};
   float total[kTiles][4] = {};
   block.run(ring, chunks, lane, total);
   __syncthreads();
@@ -297,18 +296,20 @@ Status launch_many(const OpContext& ctx, const Problem& p) {
                                    : launch_many<W, kTiles, kGemmWarps>(ctx, p);
 }
 
+// Tokens of a block of many_kernel. The three parts of F32 weights leave no room for 128.
+int many_tokens(WeightFormat format, int64_t tokens) {
+  return tokens <= 32 ? 32 : tokens <= 64 || format == WeightFormat::kF32 ? 64 : 128;
+}
+
 template <class W>
-Status launch_many(const OpContext& ctx, const Problem& p) {
-  if (p.tokens <= 32) {
-    return launch_many<W, 4>(ctx, p);
-  }
-  // The three parts of F32 weights leave no room for more.
+Status launch_many(const OpContext& ctx, WeightFormat format, const Problem& p) {
+  const int tile = many_tokens(format, p.tokens);
   if constexpr (W::kParts == 1) {
-    if (p.tokens > 64) {
+    if (tile == 128) {
       return launch_many<W, 16>(ctx, p);
     }
   }
-  return launch_many<W, 8>(ctx, p);
+  return tile == 32 ? launch_many<W, 4>(ctx, p) : launch_many<W, 8>(ctx, p);
 }
 
 enum class Path : uint8_t { kRaw, kFew, kMany };
@@ -319,13 +320,14 @@ Status launch_format(const OpContext& ctx, WeightFormat format, const Problem& p
     case WeightFormat::kFp8Block:
       return path == Path::kRaw ? launch_few<Fp8Weights<true>, true>(ctx, p)
              : few              ? launch_few<Fp8Weights<true>, false>(ctx, p)
-                                : launch_many<Fp8Weights<false>>(ctx, p);
+                                : launch_many<Fp8Weights<false>>(ctx, format, p);
     case WeightFormat::kFp4Row:
-      return few ? launch_few<Fp4Weights, false>(ctx, p) : launch_many<Fp4Weights>(ctx, p);
+      return few ? launch_few<Fp4Weights, false>(ctx, p) : launch_many<Fp4Weights>(ctx, format, p);
     case WeightFormat::kBF16:
-      return few ? launch_few<Bf16Weights, false>(ctx, p) : launch_many<Bf16Weights>(ctx, p);
+      return few ? launch_few<Bf16Weights, false>(ctx, p)
+                 : launch_many<Bf16Weights>(ctx, format, p);
     default:
-      return few ? launch_few<F32Weights, false>(ctx, p) : launch_many<F32Weights>(ctx, p);
+      return few ? launch_few<F32Weights, false>(ctx, p) : launch_many<F32Weights>(ctx, format, p);
   }
 }
 
@@ -374,11 +376,20 @@ Status run_format(OpContext& ctx,
     if (path == Path::kMany ||
         (path == Path::kFew && (layout != InputLayout::kNatural || quantize))) {
       if (prepared == nullptr) {
-        prepared = scratch.array<Bf16>(tokens * width);
+        prepared = scratch.array<Bf16>(image_rows(tokens) * width);
         CACHALOT_RETURN_IF_ERROR(scratch.status("linear"));
       }
       CACHALOT_RETURN_IF_ERROR(
-          prepare_input(ctx, x, tokens, width, layout, path == Path::kMany, quantize, prepared));
+          path == Path::kMany ? prepare_image(ctx,
+                                              x,
+                                              tokens,
+                                              width,
+                                              in,
+                                              many_tokens(format, tokens),
+                                              layout,
+                                              quantize,
+                                              prepared)
+                              : prepare_input(ctx, x, tokens, width, layout, quantize, prepared));
       p.x = prepared;
     }
     CACHALOT_RETURN_IF_ERROR(launch_format(ctx, format, p, path));

@@ -6,6 +6,7 @@
 
 #include <cstdint>
 
+#include "ops/cuda/device/gemm.cuh"
 #include "ops/cuda/device/quantize.cuh"
 #include "ops/cuda/device/reduce.cuh"
 #include "ops/cuda/device/weights.cuh"
@@ -28,24 +29,33 @@ __device__ __forceinline__ void quantize_piece(float (&v)[8]) {
   }
 }
 
-// Stores piece i (of the whole matrix) in a layout, in wide order if kWide.
-template <InputLayout kLayout, bool kWide>
+// Stores piece i (of the whole matrix) in a layout.
+template <InputLayout kLayout>
 __device__ __forceinline__ void store_piece(Bf16* out, int64_t i, const float (&v)[8]) {
   float ordered[8];
 #pragma unroll
   for (int e = 0; e < 8; ++e) {
     ordered[layout_slot(kLayout, e)] = v[e];
   }
-  const int piece = layout_piece(kLayout, static_cast<int>(i % 32));
-  Bf16* chunk = out + i / 32 * kChunk;
-  if constexpr (kWide) {
+  store_elements<8>(out + i / 32 * kChunk + layout_piece(kLayout, static_cast<int>(i % 32)) * 8,
+                    ordered);
+}
+
+// Stores piece i of row `row` in the image of a tile of `rows` rows (device/gemm.cuh).
+template <InputLayout kLayout>
+__device__ __forceinline__ void store_image(
+    Bf16* image, int64_t rows, int64_t row, int64_t i, const float (&v)[8]) {
+  float ordered[8];
 #pragma unroll
-    for (int e = 0; e < 8; e += 2) {
-      *reinterpret_cast<uint32_t*>(chunk + wide_place(piece * 8 + e)) =
-          bf16_pair(ordered[e], ordered[e + 1]);
-    }
-  } else {
-    store_elements<8>(chunk + piece * 8, ordered);
+  for (int e = 0; e < 8; ++e) {
+    ordered[layout_slot(kLayout, e)] = v[e];
+  }
+  const int piece = layout_piece(kLayout, static_cast<int>(i % 32));
+#pragma unroll
+  for (int e = 0; e < 8; e += 2) {
+    const int64_t place = i / 32 * kChunk + wide_place(piece * 8 + e);
+    *reinterpret_cast<uint32_t*>(image + image_place(rows, row, place)) =
+        bf16_pair(ordered[e], ordered[e + 1]);
   }
 }
 
