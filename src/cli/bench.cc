@@ -11,6 +11,7 @@
 #include "base/rng.h"
 #include "cli/command.h"
 #include "cli/run_flags.h"
+#include "engine/logits.h"
 #include "model/accounting.h"
 #include "ops/cpu/machine.h"
 #include "ops/op_timer.h"
@@ -197,6 +198,18 @@ constexpr int kBudgetSteps = 5;
 // Positions that are computed; longer contexts repeat their cache rows.
 constexpr int64_t kComputedContext = 4096;
 
+// The best tokens of logits, as many as a sampler asks for: what ends a step, in a device too.
+Status read_best(model::StepRunner& runner, const TensorView& logits) {
+  const std::vector<float> temperature(static_cast<size_t>(logits.dim(0)), 1.0f);
+  return engine::StepLogits::read(runner, logits, engine::kRankedTokens, temperature).status();
+}
+
+// Runs a step up to what sampling reads of it.
+Status run_step(model::StepRunner& runner, std::span<const model::StepSequence> sequences) {
+  CACHALOT_TRY(const TensorView logits, runner.run(sequences));
+  return read_best(runner, logits);
+}
+
 // One step over prepared sequences; rows are not committed, so every repeat does the same work.
 struct StepBench {
   std::vector<std::unique_ptr<kvcache::SequenceCache>> caches;
@@ -217,8 +230,7 @@ Status prefill(engine::Runtime& runtime,
     const model::StepSequence sequence{.view = &cache.view(),
                                        .tokens = {prompt.data() + begin, static_cast<size_t>(n)},
                                        .no_logits = true};
-    CACHALOT_TRY(const TensorView logits, runner.run({&sequence, 1}));
-    static_cast<void>(logits);
+    CACHALOT_RETURN_IF_ERROR(runner.run({&sequence, 1}));
     const auto accepted = static_cast<int32_t>(n);
     CACHALOT_RETURN_IF_ERROR(runner.commit({&accepted, 1}));
   }
@@ -318,7 +330,7 @@ Status print_budget(engine::Runtime& runtime,
   std::vector<Line> lines;  // in the order of the first call
   runner.set_timer(timer.get());
   for (size_t i = 0; i < kBudgetSteps; ++i) {
-    const Status status = runner.run(bench.sequences).status();
+    const Status status = run_step(runner, bench.sequences);
     if (!status.ok()) {
       runner.set_timer(nullptr);
       return status;
@@ -431,7 +443,8 @@ Status bench_round(engine::Runtime& runtime,
   const auto run_draft = [&]() -> Status {
     CACHALOT_RETURN_IF_ERROR(runner.draft(anchors.sequences));
     for (int64_t k = 0; k < block; ++k) {
-      CACHALOT_RETURN_IF_ERROR(runner.next_draft(previous));
+      CACHALOT_TRY(const model::DraftLogits next, runner.next_draft(previous));
+      CACHALOT_RETURN_IF_ERROR(read_best(runner, next.logits));
     }
     return {};
   };
@@ -449,7 +462,7 @@ Status bench_round(engine::Runtime& runtime,
       static_cast<double>(dense_bytes(model) +
                           experts.experts() * expert_bytes(model.weights.layers[0].moe.experts[0]));
   CACHALOT_RETURN_IF_ERROR(
-      time_step(flags, ceiling, [&] { return runner.run(rows.sequences); }, verify));
+      time_step(flags, ceiling, [&] { return run_step(runner, rows.sequences); }, verify));
   print(verify);
   return {};
 }
@@ -472,7 +485,7 @@ Status bench_decode(const BenchFlags& flags) {
                                     counter.experts() *
                                         expert_bytes(model.weights.layers[0].moe.experts[0]));
       CACHALOT_RETURN_IF_ERROR(
-          time_step(flags, ceiling, [&] { return runner->run(bench.sequences); }, m));
+          time_step(flags, ceiling, [&] { return run_step(*runner, bench.sequences); }, m));
       print(m);
       const Rates rates{median(m.ceilings), flop_rate(*runtime)};
       CACHALOT_RETURN_IF_ERROR(print_budget(*runtime, *runner, bench, rates, m));
@@ -506,7 +519,7 @@ Status bench_prefill(const BenchFlags& flags) {
                   (model::account(config).parameters.active_decode - head) * flags.tokens + head);
     m.bound_by_bytes = on_device;
     CACHALOT_RETURN_IF_ERROR(
-        time_step(flags, ceiling, [&] { return runner->run(bench.sequences); }, m));
+        time_step(flags, ceiling, [&] { return run_step(*runner, bench.sequences); }, m));
     print(m);
     CACHALOT_TRY(const double bytes, reads());
     CACHALOT_RETURN_IF_ERROR(

@@ -1,16 +1,19 @@
 #include "engine/output.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "base/format.h"
 
 namespace cachalot::engine {
 
-TokenOutput token_output(std::span<const float> logits, int32_t token, int64_t top) {
-  const std::vector<float> logprobs = log_softmax(logits);
-  return {.id = token,
-          .logprob = logprobs[static_cast<size_t>(token)],
-          .top = top_logprobs(logprobs, top)};
+Decided<TokenOutput> token_output(const LogitsRow& row, int32_t token, int64_t top) {
+  const Decided<float> own = logprob(row, token);
+  if (!own.has_value()) {
+    return tl::unexpected(own.error());
+  }
+  return top_logprobs(row, top).map(
+      [&](auto best) { return TokenOutput{.id = token, .logprob = *own, .top = std::move(best)}; });
 }
 
 Output::Output(const EngineRequest& request,
@@ -26,33 +29,50 @@ Output::Output(const EngineRequest& request,
   sampler_.see_prompt(request.prompt);
 }
 
-bool Output::next(std::span<const float> logits, Event& event, const Draft* draft) {
+int64_t Output::wanted() const {
+  return std::max(sampler_.wanted(request_.constraint != nullptr), request_.top_logprobs);
+}
+
+bool Output::next(const StepLogits& logits, int64_t row, Event& event, const Draft* draft) {
   TokenConstraint* const constraint = request_.constraint.get();
   const bool masked = constraint != nullptr && constraint->fill(allowed_);
   const std::span<const uint32_t> allowed =
       masked ? std::span<const uint32_t>(allowed_) : std::span<const uint32_t>();
-  std::optional<Verdict> verdict;
-  if (draft != nullptr) {
-    verdict = judge(sampler_, logits, allowed, *draft);
-  } else if (const std::optional<int32_t> drawn = sampler_.sample(logits, allowed)) {
-    verdict = Verdict{*drawn, false};
+  const Result<Decided<Verdict>> verdict = logits.decide(row, [&](const LogitsRow& known) {
+    return draft != nullptr ? judge(sampler_, known, allowed, *draft)
+                            : sampler_.sample(known, allowed).map([](int32_t token) {
+                                return Verdict{token, false};
+                              });
+  });
+  if (!verdict.ok()) {
+    event.status = verdict.status();
+    return false;
   }
-  if (!verdict.has_value()) {
+  if (!verdict->has_value()) {
     event.status = error(Code::kFailedPrecondition, "the constraint allows no token");
     return false;
   }
-  const int32_t token = verdict->token;
+  const auto [token, kept] = verdict->value();
   sampler_.accept(token);
   if ((!request_.ignore_eos && token == eos_) ||
       std::find(request_.stop_ids.begin(), request_.stop_ids.end(), token) !=
           request_.stop_ids.end()) {
     end(StopReason::kEos, event);
-    return verdict->kept;
+    return kept;
   }
   ++count_;
-  event.tokens.push_back(request_.logprobs || request_.top_logprobs > 0
-                             ? token_output(logits, token, request_.top_logprobs)
-                             : TokenOutput{.id = token});
+  TokenOutput output{.id = token};
+  if (request_.logprobs || request_.top_logprobs > 0) {
+    const auto found = logits.decide(row, [&, id = token](const LogitsRow& known) {
+      return token_output(known, id, request_.top_logprobs);
+    });
+    if (!found.ok()) {
+      event.status = found.status();
+      return false;
+    }
+    output = found->value();
+  }
+  event.tokens.push_back(std::move(output));
   event.text += stop_.push(detokenizer_.push(token));
   if (constraint != nullptr && !constraint->accept(token)) {
     event.status =
@@ -64,7 +84,7 @@ bool Output::next(std::span<const float> logits, Event& event, const Draft* draf
   } else if (count_ >= max_tokens_) {
     end(StopReason::kLength, event);
   }
-  return verdict->kept;
+  return kept;
 }
 
 void Output::end(StopReason reason, Event& event) {

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "engine/engine.h"
+#include "engine/logits.h"
 #include "engine/sampler.h"
 #include "engine/stop_matcher.h"
 #include "text/detokenizer.h"
@@ -22,14 +23,16 @@ class Output {
          int64_t max_tokens,
          int32_t eos);
 
-  // Draws the next token from `logits` [V] and adds what follows from it to `event`: the token, the
-  // text that is now certain, the end. An error of the constraint is the event's status. With a
-  // draft for this position, true if that is the token.
-  bool next(std::span<const float> logits, Event& event, const Draft* draft = nullptr);
+  // Draws the next token from row `row` of the logits and adds what follows from it to `event`: the
+  // token, the text that is now certain, the end. An error of the constraint or of a device is the
+  // event's status. With a draft for this position, true if that is the token.
+  bool next(const StepLogits& logits, int64_t row, Event& event, const Draft* draft = nullptr);
 
   // The tokens so far, EOS apart.
   int64_t count() const { return count_; }
   const Sampler& sampler() const { return sampler_; }
+  // How many of a row's best tokens it can use.
+  int64_t wanted() const;
 
  private:
   void end(StopReason reason, Event& event);
@@ -45,6 +48,6 @@ class Output {
 };
 
 // `token` with its log-probability and the `top` best alternatives.
-TokenOutput token_output(std::span<const float> logits, int32_t token, int64_t top);
+Decided<TokenOutput> token_output(const LogitsRow& row, int32_t token, int64_t top);
 
 }  // namespace cachalot::engine

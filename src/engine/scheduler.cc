@@ -42,10 +42,6 @@ void record(Histogram& histogram, double seconds) {
   histogram.sum += seconds;
 }
 
-std::span<const float> logits_row(const TensorView& logits, int64_t row) {
-  return {logits.as<float>() + row * logits.dim(1), static_cast<size_t>(logits.dim(1))};
-}
-
 // Shows a draft block behind `anchor` and the best tokens of its positions.
 Status visit_drafts(model::StepRunner& runner,
                     const model::StepSequence& anchor,
@@ -59,9 +55,12 @@ Status visit_drafts(model::StepRunner& runner,
   std::vector<float> confidence;
   for (int64_t k = 0; k < block; ++k) {
     CACHALOT_TRY(const model::DraftLogits next, runner.next_draft({&previous, 1}));
-    observer.visit("mtp.logits", next.logits, where);
+    const float temperature = 1.0f;
+    CACHALOT_TRY(const model::TopLogits top, runner.top_logits(next.logits, 1, {&temperature, 1}));
+    CACHALOT_TRY(const TensorView logits, runner.on_host(next.logits));
+    observer.visit("mtp.logits", logits, where);
     confidence.push_back(next.confidence.as<float>()[0]);
-    previous = top_logprobs(logits_row(next.logits, 0), 1)[0].first;
+    previous = top.id.as<int32_t>()[0];
     best.push_back(previous);
   }
   observer.visit("mtp.confidence", {confidence.data(), DType::kF32, {1, block}}, where);
@@ -607,30 +606,40 @@ void Scheduler::run(model::Observer* observer) {
 Status Scheduler::run_batch(std::span<Sequence* const> members,
                             std::span<const model::StepSequence> batch,
                             model::Observer* observer) {
+  std::vector<int64_t> first_row, logit_rows;  // of each member's logits
+  std::vector<float> temperature;              // of each of these rows
+  int64_t wanted = 1;
+  for (size_t i = 0; i < members.size(); ++i) {
+    const Sequence& sequence = *members[i];
+    const int64_t decoder_rows = std::clamp<int64_t>(
+        sequence.length() + sequence.rows - sequence.replay.decoder_from, 0, sequence.rows);
+    first_row.push_back(static_cast<int64_t>(temperature.size()));
+    logit_rows.push_back(batch[i].no_logits ? 0 : batch[i].all_logits ? decoder_rows : 1);
+    temperature.insert(temperature.end(),
+                       static_cast<size_t>(logit_rows.back()),
+                       sequence.output.sampler().temperature());
+    wanted = std::max(wanted, sequence.output.wanted());
+  }
   const double begin = now_seconds();
-  CACHALOT_TRY(const TensorView logits, runner_->run(batch, observer));
+  CACHALOT_TRY(const TensorView rows, runner_->run(batch, observer));
+  CACHALOT_TRY(const StepLogits logits, StepLogits::read(*runner_, rows, wanted, temperature));
   const double seconds = now_seconds() - begin;
   if (observer != nullptr) {
     CACHALOT_CHECK(members.size() == 1, members.size());
     const auto start =
         static_cast<int32_t>(std::max(members[0]->length(), members[0]->replay.decoder_from));
-    observer->visit("logits", logits, {.row_begin = {}, .start = {&start, 1}});
+    CACHALOT_TRY(const TensorView seen, runner_->on_host(rows));
+    observer->visit("logits", seen, {.row_begin = {}, .start = {&start, 1}});
   }
   std::vector<int32_t> accepted;
-  std::vector<int64_t> first_row, logit_rows;  // of each member's logits
-  int64_t row = 0, decoding = 0, decode_rows = 0, decoded = 0;
+  int64_t decoding = 0, decode_rows = 0, decoded = 0;
   stats_.last_batch_rows = 0;
   for (size_t i = 0; i < members.size(); ++i) {
     Sequence& sequence = *members[i];
-    const int64_t decoder_rows = std::clamp<int64_t>(
-        sequence.length() + sequence.rows - sequence.replay.decoder_from, 0, sequence.rows);
-    first_row.push_back(row);
-    logit_rows.push_back(batch[i].no_logits ? 0 : batch[i].all_logits ? decoder_rows : 1);
-    row += logit_rows.back();
     stats_.last_batch_rows += sequence.rows;
     const bool decodes = sequence.decodes();
     accepted.push_back(sequence.drafts.empty() ? static_cast<int32_t>(sequence.rows)
-                                               : judge_drafts(sequence, logits, first_row.back()));
+                                               : judge_drafts(sequence, logits, first_row[i]));
     if (decodes) {
       ++decoding;
       decode_rows += sequence.rows;
@@ -662,16 +671,16 @@ Status Scheduler::run_batch(std::span<Sequence* const> members,
   return {};
 }
 
-int32_t Scheduler::judge_drafts(Sequence& sequence, const TensorView& logits, int64_t first_row) {
+int32_t Scheduler::judge_drafts(Sequence& sequence, const StepLogits& logits, int64_t first_row) {
   const Proposal drafts = std::exchange(sequence.drafts, {});
   Event& event = sequence.drafted;
   event = {.draft_tokens = static_cast<int64_t>(drafts.size())};
   size_t kept = 0;
   for (;;) {
-    const bool held =
-        sequence.output.next(logits_row(logits, first_row + static_cast<int64_t>(kept)),
-                             event,
-                             kept < drafts.size() ? &drafts[kept] : nullptr);
+    const bool held = sequence.output.next(logits,
+                                           first_row + static_cast<int64_t>(kept),
+                                           event,
+                                           kept < drafts.size() ? &drafts[kept] : nullptr);
     event.accepted_tokens += held ? 1 : 0;
     if (!held || event.done || !event.status.ok()) {
       break;
@@ -687,7 +696,7 @@ int32_t Scheduler::judge_drafts(Sequence& sequence, const TensorView& logits, in
 }
 
 void Scheduler::deliver(Sequence& sequence,
-                        const TensorView& logits,
+                        const StepLogits& logits,
                         int64_t first_row,
                         int64_t rows) {
   if (sequence.request.prompt_logprobs && sequence.output.count() == 0) {
@@ -696,9 +705,14 @@ void Scheduler::deliver(Sequence& sequence,
     const int64_t from = sequence.length() - sequence.rows + 1;
     for (int64_t i = 0; i < rows && from + i < sequence.prompt; ++i) {
       const auto predicted = static_cast<size_t>(from + i);
-      sequence.score[predicted] = token_output(logits_row(logits, first_row + i),
-                                               sequence.tokens[predicted],
-                                               sequence.request.top_logprobs);
+      const auto score = logits.decide(first_row + i, [&](const LogitsRow& row) {
+        return token_output(row, sequence.tokens[predicted], sequence.request.top_logprobs);
+      });
+      if (!score.ok()) {
+        finish(sequence, {.status = score.status()});
+        return;
+      }
+      sequence.score[predicted] = score->value();
     }
   }
   const bool drafted = sequence.drafted.draft_tokens > 0;
@@ -719,7 +733,7 @@ void Scheduler::deliver(Sequence& sequence,
     if (sequence.max_tokens == 0) {
       event.done = true;
     } else {
-      sequence.output.next(logits_row(logits, first_row + rows - 1), event);
+      sequence.output.next(logits, first_row + rows - 1, event);
     }
     for (const TokenOutput& token : event.tokens) {
       sequence.tokens.push_back(token.id);

@@ -21,6 +21,7 @@
 #include <vector>
 
 #include "engine/engine.h"
+#include "engine/logits.h"
 #include "engine/output.h"
 #include "engine/replay.h"
 #include "engine/runtime.h"
@@ -113,10 +114,10 @@ class Scheduler {
                    model::Observer* observer);
   // The next tokens of a sequence with drafts, from the logits of its rows. Returns how many of the
   // rows hold: that of its newest token and those of the drafts that were kept.
-  int32_t judge_drafts(Sequence& sequence, const TensorView& logits, int64_t first_row);
+  int32_t judge_drafts(Sequence& sequence, const StepLogits& logits, int64_t first_row);
   // Hands out what rows [first_row, first_row + rows) of the logits say, those of the sequence's
   // last rows.
-  void deliver(Sequence& sequence, const TensorView& logits, int64_t first_row, int64_t rows);
+  void deliver(Sequence& sequence, const StepLogits& logits, int64_t first_row, int64_t rows);
   void keep(Sequence& sequence);
   void keep_state(Sequence& sequence);
   // The last event of a sequence; it leaves `running_` at the end of the step.

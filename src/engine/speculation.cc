@@ -6,6 +6,7 @@
 #include "base/check.h"
 #include "base/clock.h"
 #include "base/format.h"
+#include "engine/logits.h"
 
 namespace cachalot::engine {
 namespace {
@@ -14,7 +15,7 @@ namespace {
 constexpr double kLeastProbability = 1e-8;
 // Drafts are drawn from so many of the best tokens: any distribution is good enough to draw drafts
 // from, and this one is small enough to keep until they are judged.
-constexpr int64_t kDraftCandidates = 256;
+constexpr int64_t kDraftCandidates = kRankedTokens;
 constexpr double kCostMemory = 0.8;      // weight of older measurements of a step size
 constexpr double kOutcomeMemory = 0.95;  // of older steps
 constexpr int64_t kTrial = 6;            // steps with drafts before they are judged
@@ -46,19 +47,26 @@ Distribution residual(const Distribution& p, const Distribution& q) {
 
 }  // namespace
 
-std::optional<Verdict> judge(const Sampler& sampler,
-                             std::span<const float> logits,
-                             std::span<const uint32_t> allowed,
-                             const Draft& draft) {
-  const Distribution target = sampler.distribution(logits, allowed);
-  if (target.empty()) {
-    return std::nullopt;
+Decided<Verdict> judge(const Sampler& sampler,
+                       const LogitsRow& row,
+                       std::span<const uint32_t> allowed,
+                       const Draft& draft) {
+  const Decided<Distribution> target = sampler.distribution(row, allowed);
+  const Decided<double> probability =
+      target.and_then([&](const Distribution& p) { return p.of(draft.token); });
+  if (!probability.has_value()) {
+    return tl::unexpected(probability.error());
   }
-  const double drawn = std::max(draft.from.of(draft.token), kLeastProbability);
-  if (sampler.uniform(Draw::kAccept) < target.of(draft.token) / drawn) {
+  const double drawn = std::max(draft.from.of(draft.token).value(), kLeastProbability);
+  if (sampler.uniform(Draw::kAccept) < *probability / drawn) {
     return Verdict{draft.token, true};
   }
-  return Verdict{residual(target, draft.from).pick(sampler.uniform(Draw::kReplace)), false};
+  if (target->open) {
+    return tl::unexpected(Missing::kLogits);
+  }
+  return residual(*target, draft.from).pick(sampler.uniform(Draw::kReplace)).map([](int32_t token) {
+    return Verdict{token, false};
+  });
 }
 
 void StepCost::record(int64_t rows, double seconds) {
@@ -155,13 +163,19 @@ Status Speculator::calibrate(model::StepRunner& runner, kvcache::SequenceCache& 
   CACHALOT_RETURN_IF_ERROR(cache.reserve(most));
   const std::vector<int32_t> tokens(static_cast<size_t>(most));
   // The first pass reads weights that later steps find in memory; it is not counted.
+  const std::vector<float> temperature(tokens.size(), 1.0f);
+  const auto read = [&](const TensorView& logits) {
+    const auto n = static_cast<size_t>(logits.dim(0));
+    return StepLogits::read(runner, logits, kRankedTokens, {temperature.data(), n}).status();
+  };
   for (const bool counts : {false, true}) {
     for (const int64_t rows : {int64_t{1}, int64_t{2}, most}) {
       const model::StepSequence sequence{.view = &cache.view(),
                                          .tokens = {tokens.data(), static_cast<size_t>(rows)},
                                          .all_logits = true};
       const double begin = now_seconds();
-      CACHALOT_RETURN_IF_ERROR(runner.run({&sequence, 1}));
+      CACHALOT_TRY(const TensorView logits, runner.run({&sequence, 1}));
+      CACHALOT_RETURN_IF_ERROR(read(logits));
       if (counts) {
         policy_.record_step(rows, now_seconds() - begin);
       }
@@ -170,7 +184,8 @@ Status Speculator::calibrate(model::StepRunner& runner, kvcache::SequenceCache& 
     const double begin = now_seconds();
     CACHALOT_RETURN_IF_ERROR(runner.draft({&anchor, 1}));
     for (int64_t k = 0; k < config_.dspark_block_size; ++k) {
-      CACHALOT_RETURN_IF_ERROR(runner.next_draft({tokens.data(), 1}));
+      CACHALOT_TRY(const model::DraftLogits next, runner.next_draft({tokens.data(), 1}));
+      CACHALOT_RETURN_IF_ERROR(read(next.logits));
     }
     if (counts) {
       policy_.record_draft(1, now_seconds() - begin);
@@ -193,10 +208,14 @@ Result<std::vector<Proposal>> Speculator::propose(model::StepRunner& runner,
   const double begin = now_seconds();
   std::vector<model::StepSequence> sequences;
   std::vector<int32_t> previous;
+  std::vector<float> temperature;
+  int64_t wanted = 1;
   for (const Member& member : members) {
     sequences.push_back(
         {.view = member.view, .tokens = {&member.anchor, 1}, .replay = member.replay});
     previous.push_back(member.anchor);
+    temperature.push_back(member.sampler->temperature());
+    wanted = std::max(wanted, member.sampler->wanted(false));
   }
   CACHALOT_RETURN_IF_ERROR(runner.draft(sequences));
   std::vector<std::vector<double>> survival(members.size());
@@ -204,12 +223,16 @@ Result<std::vector<Proposal>> Speculator::propose(model::StepRunner& runner,
       fixed ? std::min(options_.length, config_.dspark_block_size) : config_.dspark_block_size;
   for (int64_t k = 0; k < block; ++k) {
     CACHALOT_TRY(const model::DraftLogits rows, runner.next_draft(previous));
-    const int64_t vocab = rows.logits.dim(1);
+    CACHALOT_TRY(const StepLogits logits,
+                 StepLogits::read(runner, rows.logits, wanted, temperature));
     for (size_t i = 0; i < members.size(); ++i) {
-      const std::span<const float> logits = {
-          rows.logits.as<float>() + static_cast<int64_t>(i) * vocab, static_cast<size_t>(vocab)};
-      Distribution from = members[i].sampler->distribution(logits, {}, kDraftCandidates);
-      previous[i] = from.pick(members[i].sampler->uniform(Draw::kDraft, static_cast<uint64_t>(k)));
+      const Sampler& sampler = *members[i].sampler;
+      CACHALOT_TRY(Decided<Distribution> drawn_from,
+                   logits.decide(static_cast<int64_t>(i), [&](const LogitsRow& row) {
+                     return sampler.distribution(row, {}, kDraftCandidates);
+                   }));
+      Distribution& from = drawn_from.value();
+      previous[i] = from.pick(sampler.uniform(Draw::kDraft, static_cast<uint64_t>(k))).value();
       if (k < members[i].most) {
         const double before = k == 0 ? 1.0 : survival[i].back();
         // A NaN becomes 0: nothing is known of that draft.

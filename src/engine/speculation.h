@@ -9,7 +9,6 @@
 
 #include <cstdint>
 #include <map>
-#include <optional>
 #include <span>
 #include <vector>
 
@@ -33,11 +32,12 @@ struct Verdict {
 
 // Judges a draft against the target's logits for its position: kept with probability
 // min(1, p / from), else replaced by a draw from what p has more of. `allowed` as for
-// Sampler::sample(); none if no id is allowed. Does not count the token as output.
-std::optional<Verdict> judge(const Sampler& sampler,
-                             std::span<const float> logits,
-                             std::span<const uint32_t> allowed,
-                             const Draft& draft);
+// Sampler::sample(). Does not count the token as output. The best tokens decide on a draft among
+// them, and on what replaces it where truncation keeps no others.
+Decided<Verdict> judge(const Sampler& sampler,
+                       const LogitsRow& row,
+                       std::span<const uint32_t> allowed,
+                       const Draft& draft);
 
 // Seconds of a step by its rows.
 class StepCost {

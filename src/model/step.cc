@@ -197,6 +197,7 @@ struct StepRunner::State {
   std::vector<StepSequence> sequences;
   std::vector<float> logits;        // of a device
   std::vector<float> confidence;    // of a device
+  std::vector<uint8_t> top;         // of a device: what top_logits() found
   std::unique_ptr<InferExec> exec;  // of the last step; null: nothing to commit
   Draft<TensorView> block;          // of the last draft; empty: none
   int64_t drawn = 0;                // positions of it that next_draft() gave
@@ -309,12 +310,50 @@ Result<TensorView> StepRunner::run(std::span<const StepSequence> sequences, Obse
     logits = s.plan.kind == StepKind::kTargetWithContext ? forward_with_context(*s.exec, s.model)
                                                          : forward(*s.exec, s.model);
   });
-  Result<TensorView> result =
-      status.ok() ? s.on_host(logits, s.logits) : Result<TensorView>(status);
-  if (!result.ok()) {
+  if (!status.ok()) {
     s.exec.reset();
+    return status;
   }
-  return result;
+  return logits;
+}
+
+Result<TopLogits> StepRunner::top_logits(const TensorView& logits,
+                                         int64_t k,
+                                         std::span<const float> temperature) {
+  State& s = *state_;
+  const int64_t n = logits.dim(0), bytes = n * 8 * (k + 1);
+  CACHALOT_CHECK(n == static_cast<int64_t>(temperature.size()), n, temperature.size());
+  StepArrays arrays(s.memory, s.device, s.context.stream);
+  const TensorView temperatures =
+      arrays.add(std::vector<float>(temperature.begin(), temperature.end()), {n});
+  CACHALOT_RETURN_IF_ERROR(arrays.flush());
+  if (!s.memory.fits(bytes)) {
+    return error(Code::kResourceExhausted, "the step's memory has no room for {} best logits", k);
+  }
+  // One block, so that one copy brings it all.
+  auto* const block = static_cast<uint8_t*>(s.memory.allocate_bytes(bytes));
+  const auto views = [&](uint8_t* at, Device where) {
+    return TopLogits{.value = {at, DType::kF32, {n, k}, where},
+                     .id = {at + 4 * n * k, DType::kI32, {n, k}, where},
+                     .mass = {at + 8 * n * k, DType::kF32, {n, 2}, where}};
+  };
+  const TopLogits top = views(block, s.device.device());
+  CACHALOT_RETURN_IF_ERROR(ops::top_logits(s.context,
+                                           {.logits = logits,
+                                            .temperature = temperatures,
+                                            .value = top.value,
+                                            .id = top.id,
+                                            .mass = top.mass}));
+  if (s.device.device() == Device::kCpu) {
+    return top;
+  }
+  s.top.resize(static_cast<size_t>(bytes));
+  CACHALOT_RETURN_IF_ERROR(s.device.read(s.top.data(), block, bytes, s.context.stream));
+  return views(s.top.data(), Device::kCpu);
+}
+
+Result<TensorView> StepRunner::on_host(const TensorView& logits) {
+  return state_->on_host(logits, state_->logits);
 }
 
 Status StepRunner::draft(std::span<const StepSequence> sequences, Observer* observer) {
@@ -375,7 +414,7 @@ Result<DraftLogits> StepRunner::next_draft(std::span<const int32_t> previous) {
   args.confidence = s.memory.allocate(DType::kF32, {n});
   CACHALOT_RETURN_IF_ERROR(ops::draft_head(s.context, args));
   DraftLogits result;
-  CACHALOT_TRY(result.logits, s.on_host(args.logits, s.logits));
+  result.logits = args.logits;
   CACHALOT_TRY(result.confidence, s.on_host(args.confidence, s.confidence));
   return result;
 }

@@ -45,10 +45,18 @@ struct StepSequence {
 // without Engram. None of the tokens lies in an image.
 std::vector<int32_t> engram_lookback(const Model& model, std::span<const int32_t> tokens);
 
-// The next token of every sequence of a draft, as the drafter sees it; in host memory.
+// The next token of every sequence of a draft, as the drafter sees it.
 struct DraftLogits {
-  TensorView logits;      // [S, V] f32
-  TensorView confidence;  // [S] f32: sigmoid of it is how likely the target keeps the token drawn
+  TensorView logits;      // [S, V] f32, in the backend's memory
+  TensorView confidence;  // [S] f32, in host memory: sigmoid of it is how likely the target keeps
+                          // the token drawn
+};
+
+// What ops::top_logits finds, in host memory.
+struct TopLogits {
+  TensorView value;  // [N, k] f32
+  TensorView id;     // [N, k] i32
+  TensorView mass;   // [N, 2] f32
 };
 
 // Runs steps over one execution context. Not thread-safe; one step at a time.
@@ -69,8 +77,8 @@ class StepRunner {
 
   // Runs the step and leaves every sequence's view as it was, except for compressed rows behind
   // `length`, which the next step may overwrite. Returns the logits [N, V] f32, in sequence and row
-  // order, in host memory; they stay valid until the next run(). Tokens outside of the vocabulary
-  // are an error.
+  // order, in the backend's memory; they stay valid until the next run() or draft(), and a device
+  // may still be at work on them. Tokens outside of the vocabulary are an error.
   Result<TensorView> run(std::span<const StepSequence> sequences, Observer* observer = nullptr);
 
   // Makes the first accepted[s] rows of the last step part of sequence s: window rings, open
@@ -84,8 +92,17 @@ class StepRunner {
 
   // The next position's logits of the last draft(), given the token before it of every sequence:
   // the anchors first, then what was drawn. At most dspark_block_size times; valid until the next
-  // call of any other member or of this one.
+  // call of this member, run() or draft().
   Result<DraftLogits> next_draft(std::span<const int32_t> previous);
+
+  // The k best of rows of logits that run() or next_draft() gave, and their masses at temperature 1
+  // and at `temperature` [N]. Waits for the device; valid until the next call of this member, run()
+  // or draft().
+  Result<TopLogits> top_logits(const TensorView& logits,
+                               int64_t k,
+                               std::span<const float> temperature);
+  // Such rows in host memory, valid until the next call of this member, run() or draft().
+  Result<TensorView> on_host(const TensorView& logits);
 
   // Times the ops of the steps to come; null ends that.
   void set_timer(ops::OpTimer* timer);

@@ -9,24 +9,25 @@
 #include <numeric>
 
 #include "base/rng.h"
+#include "tests/engine/test_row.h"
 
 namespace cachalot::engine {
 namespace {
 
-std::vector<float> logits_of(const std::vector<double>& p) {
+TestRow row_of(const std::vector<double>& p, float temperature = 1) {
   std::vector<float> logits;
   for (double probability : p) {
     logits.push_back(static_cast<float>(std::log(probability)));
   }
-  return logits;
+  return TestRow(logits, temperature);
 }
 
 // Draws a draft from q and judges it against p.
 Verdict draft_and_judge(const Sampler& sampler,
-                        const std::vector<float>& p,
-                        const std::vector<float>& q,
+                        const TestRow& p,
+                        const TestRow& q,
                         bool best_draft = false) {
-  Distribution from = sampler.distribution(q);
+  Distribution from = sampler.distribution(q.best()).value();
   if (best_draft) {
     const Distribution::Token best =
         *std::max_element(from.tokens.begin(), from.tokens.end(), [](const auto& a, const auto& b) {
@@ -34,7 +35,7 @@ Verdict draft_and_judge(const Sampler& sampler,
         });
     from = {{best}, best.weight};
   }
-  return *judge(sampler, p, {}, {from.pick(sampler.uniform(Draw::kDraft)), from});
+  return *judge(sampler, p.best(), {}, {*from.pick(sampler.uniform(Draw::kDraft)), from});
 }
 
 const std::vector<double> kTarget = {0.31, 0.02, 0.2, 0.07, 0.15, 0.05, 0.19, 0.01};
@@ -43,13 +44,13 @@ const std::vector<double> kDrafter = {0.05, 0.3, 0.2, 0.01, 0.2, 0.14, 0.09, 0.0
 // drafts drawn from q, and drafts that are q's best token, both leave p's distribution.
 TEST(Judge, A37_OutputFollowsTheTarget) {
   constexpr int kTrials = 400000;
+  const TestRow target = row_of(kTarget), drafter = row_of(kDrafter);
   for (const bool best_draft : {false, true}) {
     Sampler sampler({.temperature = 1, .seed = 1});
     std::array<int, 8> counts{};
     int kept = 0;
     for (int i = 0; i < kTrials; ++i) {
-      const Verdict verdict =
-          draft_and_judge(sampler, logits_of(kTarget), logits_of(kDrafter), best_draft);
+      const Verdict verdict = draft_and_judge(sampler, target, drafter, best_draft);
       ++counts[static_cast<size_t>(verdict.token)];
       kept += verdict.kept ? 1 : 0;
       sampler.accept(verdict.token);
@@ -70,46 +71,77 @@ TEST(Judge, A37_OutputFollowsTheTarget) {
 TEST(Judge, TruncatedDistributionsAreJudgedAsTheyAreDrawn) {
   constexpr int kTrials = 200000;
   Sampler sampler({.temperature = 0.7f, .top_k = 5, .top_p = 0.9f, .seed = 2});
-  const Distribution want = sampler.distribution(logits_of(kTarget));
+  const TestRow target = row_of(kTarget, 0.7f), drafter = row_of(kDrafter, 0.7f);
+  const Distribution want = sampler.distribution(target.best()).value();
   std::array<int, 8> counts{};
   for (int i = 0; i < kTrials; ++i) {
-    const Verdict verdict = draft_and_judge(sampler, logits_of(kTarget), logits_of(kDrafter));
+    const Verdict verdict = draft_and_judge(sampler, target, drafter);
     ++counts[static_cast<size_t>(verdict.token)];
     sampler.accept(verdict.token);
   }
   for (int32_t i = 0; i < 8; ++i) {
-    EXPECT_NEAR(counts[static_cast<size_t>(i)] / double{kTrials}, want.of(i), 0.005) << i;
+    EXPECT_NEAR(counts[static_cast<size_t>(i)] / double{kTrials}, *want.of(i), 0.005) << i;
   }
 }
 
 TEST(Judge, GreedyKeepsTheBestTokenAlone) {
   Sampler sampler({.temperature = 0});
-  const std::vector<float> p = logits_of(kTarget);
+  const TestRow p = row_of(kTarget);
   const Distribution one_hot{{{0, 1.0}}, 1.0}, other{{{4, 1.0}}, 1.0};
-  EXPECT_TRUE(judge(sampler, p, {}, {0, one_hot})->kept);
-  const Verdict rejected = *judge(sampler, p, {}, {4, other});
+  EXPECT_TRUE(judge(sampler, p.best(), {}, {0, one_hot})->kept);
+  const Verdict rejected = *judge(sampler, p.best(), {}, {4, other});
   EXPECT_FALSE(rejected.kept);
-  EXPECT_EQ(rejected.token, sampler.sample(p));
+  EXPECT_EQ(rejected.token, sample(sampler, p));
 }
 
 TEST(Judge, EqualDistributionsKeepEveryDraft) {
   Sampler sampler({.temperature = 1, .seed = 3});
+  const TestRow target = row_of(kTarget);
   for (int i = 0; i < 2000; ++i) {
-    const Verdict verdict = draft_and_judge(sampler, logits_of(kTarget), logits_of(kTarget));
+    const Verdict verdict = draft_and_judge(sampler, target, target);
     ASSERT_TRUE(verdict.kept);
     sampler.accept(verdict.token);
   }
 }
 
+// Judging by the best tokens of a large vocabulary is judging by all of them.
+TEST(Judge, TheBestTokensDecideAsTheWholeRowDoes) {
+  int decided = 0;
+  for (uint64_t seed = 0; seed < 300; ++seed) {
+    std::vector<float> p(1500), q(1500);
+    for (size_t i = 0; i < p.size(); ++i) {
+      p[i] = static_cast<float>(Philox(seed, 1).normal(i) * 3);
+      q[i] = p[i] + static_cast<float>(Philox(seed, 2).normal(i));
+    }
+    const Sampler sampler({.temperature = seed % 3 == 0 ? 0.0f : 0.8f,
+                           .top_p = seed % 3 == 1 ? 0.8f : 1.0f,
+                           .seed = seed});
+    const TestRow target(p, sampler.temperature()), drafter(q, sampler.temperature());
+    const Distribution from = sampler.distribution(drafter.best(), {}, kRankedTokens).value();
+    const Draft draft{from.pick(sampler.uniform(Draw::kDraft)).value(), from};
+    const Verdict whole = judge(sampler, target.whole(), {}, draft).value();
+    const Decided<Verdict> best = judge(sampler, target.best(), {}, draft);
+    if (best.has_value()) {
+      ++decided;
+      EXPECT_EQ(best->token, whole.token) << seed;
+      EXPECT_EQ(best->kept, whole.kept) << seed;
+    } else {
+      EXPECT_EQ(best.error(), Missing::kLogits);
+      EXPECT_EQ(seed % 3, 2u) << "greedy and truncated drafts are always decided here";
+    }
+  }
+  EXPECT_GT(decided, 200);
+}
+
 // a kept draft counts like any other token.
 TEST(Judge, A39_PenaltiesSeeEveryKeptToken) {
-  const std::vector<float> logits = {2.0f, 1.5f, 0.0f};
+  const TestRow logits({2.0f, 1.5f, 0.0f});
   Sampler drafted({.temperature = 0, .frequency_penalty = 1.0f}), plain = drafted;
   for (int i = 0; i < 6; ++i) {
-    const int32_t want = *plain.sample(logits);
+    const int32_t want = *sample(plain, logits);
     plain.accept(want);
-    const Distribution from = drafted.distribution(logits);
-    const Verdict verdict = *judge(drafted, logits, {}, {from.pick(0), from});
+    const Distribution from = drafted.distribution(logits.best()).value();
+    const Verdict verdict = *judge(drafted, logits.best(), {}, {*from.pick(0), from});
     EXPECT_TRUE(verdict.kept);
     EXPECT_EQ(verdict.token, want) << i;
     drafted.accept(verdict.token);
@@ -164,15 +196,16 @@ TEST(VerifyLengths, AdmitsBySurvivalWhileItPays) {
 template <class Lengths>
 double share_of_first_token(const StepCost& cost, const Lengths& lengths) {
   constexpr int kTrials = 100000;
-  const std::vector<float> p = logits_of({0.7, 0.3}), q = logits_of({0.5, 0.5});
+  const TestRow p = row_of({0.7, 0.3}), q = row_of({0.5, 0.5});
   Sampler sampler({.temperature = 1, .seed = 5});
   int first = 0;
   for (int i = 0; i < kTrials; ++i) {
-    const Distribution from = sampler.distribution(q);
-    const int32_t draft = from.pick(sampler.uniform(Draw::kDraft));
+    const Distribution from = sampler.distribution(q.best()).value();
+    const int32_t draft = *from.pick(sampler.uniform(Draw::kDraft));
     const std::vector<double> survival = {0.8, draft == 0 ? 0.8 : 0.0};
-    const int32_t token = lengths(cost, survival) > 0 ? judge(sampler, p, {}, {draft, from})->token
-                                                      : *sampler.sample(p);
+    const int32_t token = lengths(cost, survival) > 0
+                              ? judge(sampler, p.best(), {}, {draft, from})->token
+                              : *sampler.sample(p.best());
     first += token == 0 ? 1 : 0;
     sampler.accept(token);
   }
@@ -217,24 +250,29 @@ TEST(VerifyLengths, JointDistributionOfTwoTokens) {
   const StepCost cost = cost_of({1, 1.3, 1.45});
   std::array<std::array<int, 3>, 3> counts{};
   std::array<int, 3> lengths{};
+  const TestRow p1_row = row_of(p1), q1_row = row_of(q1);
+  const auto rows_of = [](const std::vector<std::vector<double>>& p) {
+    return std::vector<TestRow>{row_of(p[0]), row_of(p[1]), row_of(p[2])};
+  };
+  const std::vector<TestRow> p2_rows = rows_of(p2), q2_rows = rows_of(q2);
   for (int i = 0; i < kTrials; ++i) {
     Sampler sampler({.temperature = 1, .seed = static_cast<uint64_t>(i)});
-    std::vector<Distribution> from = {sampler.distribution(logits_of(q1))};
-    const int32_t d1 = from[0].pick(sampler.uniform(Draw::kDraft, 0));
-    from.push_back(sampler.distribution(logits_of(q2[static_cast<size_t>(d1)])));
-    const int32_t d2 = from[1].pick(sampler.uniform(Draw::kDraft, 1));
+    std::vector<Distribution> from = {*sampler.distribution(q1_row.best())};
+    const int32_t d1 = *from[0].pick(sampler.uniform(Draw::kDraft, 0));
+    from.push_back(*sampler.distribution(q2_rows[static_cast<size_t>(d1)].best()));
+    const int32_t d2 = *from[1].pick(sampler.uniform(Draw::kDraft, 1));
     const double a1 = 0.5, a2 = a1 * (d1 == 1 ? 0.9 : d1 == 0 ? 0.4 : 0.05);
     const int64_t n = verify_lengths(cost, 0, {{a1, a2}})[0];
     ++lengths[static_cast<size_t>(n)];
-    const auto next = [&](bool has_draft, const std::vector<double>& p, int32_t d, const auto& q) {
-      const Verdict v = has_draft ? *judge(sampler, logits_of(p), {}, {d, q})
-                                  : Verdict{*sampler.sample(logits_of(p)), false};
+    const auto next = [&](bool has_draft, const TestRow& p, int32_t d, const auto& q) {
+      const Verdict v = has_draft ? *judge(sampler, p.best(), {}, {d, q})
+                                  : Verdict{*sampler.sample(p.best()), false};
       sampler.accept(v.token);
       return v;
     };
-    const Verdict first = next(n > 0, p1, d1, from[0]);
+    const Verdict first = next(n > 0, p1_row, d1, from[0]);
     const auto t1 = static_cast<size_t>(first.token);
-    const Verdict second = next(first.kept && n > 1, p2[t1], d2, from[1]);
+    const Verdict second = next(first.kept && n > 1, p2_rows[t1], d2, from[1]);
     ++counts[t1][static_cast<size_t>(second.token)];
   }
   EXPECT_GT(lengths[1], kTrials / 10);

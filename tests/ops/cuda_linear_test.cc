@@ -17,10 +17,6 @@ using test::WeightBuffer;
 
 constexpr DType kActs[] = {DType::kF32, DType::kBF16};
 
-int32_t* ints(const Buffer& buffer) {
-  return buffer.view().as<int32_t>();
-}
-
 std::vector<uint8_t> row_bytes(const Buffer& all, int64_t row) {
   const auto size = static_cast<int64_t>(all.bytes.size()) / all.shape[0];
   return {all.bytes.begin() + row * size, all.bytes.begin() + (row + 1) * size};

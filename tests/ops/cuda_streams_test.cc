@@ -17,10 +17,6 @@ using test::TestStep;
 
 constexpr DType kActs[] = {DType::kF32, DType::kBF16};
 
-int32_t* ints(const Buffer& buffer) {
-  return buffer.view().as<int32_t>();
-}
-
 class CudaStreams : public test::CudaTest {};
 
 TEST_F(CudaStreams, RopeTable) {

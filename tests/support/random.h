@@ -47,6 +47,19 @@ struct Buffer {
   }
 };
 
+inline int32_t* ints(const Buffer& buffer) {
+  return buffer.view().as<int32_t>();
+}
+
+// The bytes of some rows of a buffer.
+inline Buffer part(const Buffer& all, int64_t begin, int64_t count) {
+  Shape shape = all.shape;
+  shape.extent[0] = count;
+  Buffer result(all.dtype, shape);
+  std::memcpy(result.bytes.data(), all.view().rows(begin, count).data, result.bytes.size());
+  return result;
+}
+
 // Draws in call order from one Philox stream.
 class Random {
  public:

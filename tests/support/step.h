@@ -97,8 +97,6 @@ class TestStep {
   const Buffer& floor() const { return floor_; }
   Buffer& is_image() { return is_image_; }
 
-  static int32_t* ints(const Buffer& buffer) { return buffer.view().as<int32_t>(); }
-
  private:
   std::vector<SequenceSpec> specs_;
   Buffer position_, sequence_, row_begin_, start_, floor_, is_image_;

@@ -49,7 +49,7 @@ Status engram_inject(OpContext& ctx, const EngramInjectArgs& args);
 Status head(OpContext& ctx, const HeadArgs& args);
 Status draft_head(OpContext& ctx, const DraftHeadArgs& args);
 
-// Vocabularies of which an eighth fits into a block's shared memory: about 400,000 tokens.
+// Vocabularies of which a fourth fits, in bytes, into a block's shared memory: 700,000 tokens.
 Status top_logits(OpContext& ctx, const TopLogitsArgs& args);
 bool top_logits_supports(const TopLogitsArgs& args);
 

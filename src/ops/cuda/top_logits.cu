@@ -3,20 +3,21 @@
 // in   logits [N, V] f32, temperature [N] f32
 // out  value [N, k] f32 and id [N, k] i32, best first; mass [N, 2] f32
 //
-// One cluster of 8 blocks per row, one pass over device memory: a block holds an eighth of the row
-// in shared memory. The k-th largest of the 4096 threads' maxima has k logits at or above it, and
-// for logits in no particular order hardly more; these few go to the first block, which sorts them.
-// Where ties or order make them too many, the threshold is raised bit by bit until they fit: slow
-// (about 1 us a bit), exact, and met by rows of equal logits only. Everything counts and compares
-// keys of (logit, id), so the outcome does not depend on the order of arrival; sums run over a
-// block's threads, then over the blocks, so they depend on V alone.
+// scan   block = 4096 logits of a row, in registers: the maximum of every 32 of them -> scratch;
+// the
+//        part's maximum and its masses relative to that -> scratch
+// rank   block = one row: a threshold that at least k of the maxima reach, and hardly more; so k
+//        logits reach it, and all that do lie in the same groups of 32. These are read again (k of
+//        4040 groups), the logits that reach it sorted, and the parts' masses put together.
 //
-// Shared: V / 2 bytes of logits (64.6 KB) and 18 KiB; two blocks run on an SM. Bound by 4 V bytes
-// per row: 0.12 us, 15 us for 128 rows of 129,280 at 4.3 TB/s; a single row by its three cluster
-// barriers, about 20 counting rounds and the sort. Not measured yet.
-#include <cooperative_groups.h>
-
-#include <limits>
+// The threshold only bounds the work: what comes out are the k largest keys of (logit, id), in
+// order. Where many groups reach it, as in rows of equal logits, device/top_k.cuh drops keys as it
+// goes. Sums run over a block's threads, then over the parts, so they depend on V alone.
+//
+// Shared, of rank: V / 4 bytes of maxima and groups (32 KiB) and 8 (k + 4096) bytes of keys. Bound
+// by 4 V bytes per row: 15.6 us for 128 rows of 129,280 at 4.25 TB/s; a few rows by the latency of
+// the second kernel: about 8 rounds of counting, a read, and a sort of 512 keys.
+#include <cfloat>
 
 #include "ops/cuda/device/reduce.cuh"
 #include "ops/cuda/device/top_k.cuh"
@@ -26,14 +27,22 @@
 namespace cachalot::ops::cuda {
 namespace {
 
-namespace cg = cooperative_groups;
-
-constexpr int kBlocks = 8;  // of a row
-constexpr int kThreads = 512;
-constexpr int kWarps = kThreads / kWarp;
-constexpr int kRoom = 2048;  // keys that the first block can sort
-static_assert(kRoom >= kMostTopLogits && kBlocks * kThreads >= kMostTopLogits);
+constexpr int kGroup = 32;  // logits of a maximum
+constexpr int kScanThreads = 256;
+constexpr int kScanWarps = kScanThreads / kWarp;
+constexpr int kPerThread = 16;
+constexpr int kPart = kScanThreads * kPerThread;
+constexpr int kRankThreads = 512;
+constexpr int kRankWarps = kRankThreads / kWarp;
+constexpr int kAhead = 8;                            // groups that a warp reads at a time
+constexpr int kTile = kRankWarps * kAhead * kGroup;  // logits that the block does
 constexpr float kLog2E = 1.44269504f;
+
+// What the scan leaves of a part of a row.
+struct Part {
+  float best;
+  float mass[2];  // relative to it
+};
 
 struct Problem {
   const float* logits;
@@ -41,257 +50,287 @@ struct Problem {
   float* value;
   int32_t* id;
   float* mass;
+  float* maxima;  // [N, groups]
+  Part* parts;    // [N, parts]
   int64_t v;
-  int chunk;  // logits of a block, a multiple of 4
+  int groups;
+  int parts_of_row;
   int k;
 };
 
-// Sums of integers over the block, and over the cluster. Two sets of slots in turn let one barrier
-// do per sum: whoever writes a set again has passed the barrier behind its readers.
-struct Counter {
-  int warps[2][kWarps];
-  int blocks[2];
-
-  // All threads of the block; `round` counts the calls of both functions.
-  __device__ int of_block(int n, int round) {
-    int* slots = warps[round % 2];
-    n = __reduce_add_sync(kAllLanes, n);
-    if (threadIdx.x % kWarp == 0) {
-      slots[threadIdx.x / kWarp] = n;
-    }
-    __syncthreads();
-    int sum = 0;
-#pragma unroll
-    for (int w = 0; w < kWarps; ++w) {
-      sum += slots[w];
-    }
-    return sum;
-  }
-  // All threads of the cluster: the sum, and that of the blocks before this one.
-  struct Sums {
-    int all;
-    int before;
-  };
-  __device__ Sums of_cluster(int n, int round) {
-    const cg::cluster_group cluster = cg::this_cluster();
-    n = of_block(n, round);
-    if (threadIdx.x == 0) {
-      blocks[round % 2] = n;
-    }
-    cluster.sync();
-    Sums sums{0, 0};
-    const int rank = static_cast<int>(cluster.block_rank());
-#pragma unroll
-    for (int b = 0; b < kBlocks; ++b) {
-      const int count = *cluster.map_shared_rank(&blocks[round % 2], b);
-      sums.before += b < rank ? count : 0;
-      sums.all += count;
-    }
-    return sums;
-  }
-};
-
-__device__ __forceinline__ float canonical(float logit) {
-  return logit == logit ? logit + 0.0f : __uint_as_float(0xFF800000u);
+__device__ __forceinline__ float exp2_approx(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
 }
 
-// Loads `count` logits; returns the largest of this thread's as ordered bits, 0 if it has none.
-template <int kVector>
-__device__ __forceinline__ uint32_t load_chunk(const float* logits, int count, float* values) {
-  constexpr int kAhead = 8;
-  uint32_t most = 0;
-  for (int base = static_cast<int>(threadIdx.x) * kVector; base < count;
-       base += kAhead * kThreads * kVector) {
-    float v[kAhead][kVector];
-#pragma unroll
-    for (int j = 0; j < kAhead; ++j) {
-      const int i = base + j * kThreads * kVector;
-      if (i < count) {
-        if constexpr (kVector == 4) {
-          const float4 four = __ldcs(reinterpret_cast<const float4*>(logits + i));
-          v[j][0] = four.x, v[j][1] = four.y, v[j][2] = four.z, v[j][3] = four.w;
-        } else {
-          v[j][0] = __ldcs(logits + i);
-        }
-      }
-    }
-#pragma unroll
-    for (int j = 0; j < kAhead; ++j) {
-      const int i = base + j * kThreads * kVector;
-      if (i < count) {
-#pragma unroll
-        for (int e = 0; e < kVector; ++e) {
-          v[j][e] = canonical(v[j][e]);
-          most = max(most, ordered_bits(v[j][e]));
-        }
-        if constexpr (kVector == 4) {
-          *reinterpret_cast<float4*>(values + i) = make_float4(v[j][0], v[j][1], v[j][2], v[j][3]);
-        } else {
-          values[i] = v[j][0];
-        }
-      }
-    }
-  }
-  return most;
+// Factors of exponents: at temperature 1, at the row's.
+__device__ __forceinline__ float mass_scale(const Problem& p, int64_t row, int which) {
+  // Finite, so that it leaves 0 what it is.
+  return which == 0 ? kLog2E : fminf(kLog2E / p.temperature[row], FLT_MAX);
 }
 
 template <int kVector>
-__global__ void __cluster_dims__(kBlocks, 1, 1) __launch_bounds__(kThreads, 2)
-    top_logits_kernel(const __grid_constant__ Problem p) {
-  __shared__ uint32_t maxima[kThreads];
-  __shared__ float slots[2 * kWarps];
-  __shared__ float masses[kBlocks][2];  // of the first block: what all blocks found
-  __shared__ Counter counter;
-  __shared__ int cursor;
-  auto* keys = reinterpret_cast<uint64_t*>(dynamic_shared());  // [kRoom]
-  auto* values = reinterpret_cast<float*>(keys + kRoom);       // [chunk]
+__global__ void __launch_bounds__(kScanThreads) scan_kernel(const __grid_constant__ Problem p) {
+  constexpr int kLoads = kPerThread / kVector;
+  constexpr int kLanes = kGroup / kVector;  // of a group
+  constexpr float kNone = -INFINITY;
+  __shared__ float slots[2 * kScanWarps];
   allow_next_kernel();
   wait_for_previous_kernels();
-  const cg::cluster_group cluster = cg::this_cluster();
-  const int rank = static_cast<int>(cluster.block_rank());
-  const int64_t row = blockIdx.x / kBlocks, begin = int64_t{rank} * p.chunk;
-  const int count = static_cast<int>(max(min(p.v - begin, int64_t{p.chunk}), int64_t{0}));
-  if (threadIdx.x == 0) {
-    cursor = 0;
-  }
-  maxima[threadIdx.x] = load_chunk<kVector>(p.logits + row * p.v + begin, count, values);
-  cluster.sync();
-
-  // The k-th largest maximum of a thread, or 0 if fewer threads have one. Every block finds it for
-  // itself: thread t looks at thread t of every block.
-  uint32_t most[kBlocks];
-  uint32_t best = 0;
+  const int64_t row = blockIdx.x / p.parts_of_row, part = blockIdx.x % p.parts_of_row;
+  const float* logits = p.logits + row * p.v + part * kPart;
+  const int count = static_cast<int>(min(p.v - part * kPart, int64_t{kPart}));
+  float x[kLoads][kVector];
 #pragma unroll
-  for (int b = 0; b < kBlocks; ++b) {
-    most[b] = cluster.map_shared_rank(maxima, b)[threadIdx.x];
-    best = max(best, most[b]);
-  }
-  int round = 0;
-  uint32_t threshold = 0;
-  int reached = kBlocks * kThreads;
-  for (int bit = 31; bit >= 0 && reached > p.k; --bit) {
-    const uint32_t next = threshold | 1u << bit;
-    int n = 0;
-#pragma unroll
-    for (int b = 0; b < kBlocks; ++b) {
-      n += most[b] >= next ? 1 : 0;
-    }
-    n = counter.of_block(n, round++);
-    if (n >= p.k) {
-      threshold = next;
-      reached = n;
+  for (int j = 0; j < kLoads; ++j) {
+    const int i = (j * kScanThreads + static_cast<int>(threadIdx.x)) * kVector;
+    if constexpr (kVector == 4) {
+      const float4 four = i < count ? *reinterpret_cast<const float4*>(logits + i)
+                                    : make_float4(kNone, kNone, kNone, kNone);
+      x[j][0] = four.x, x[j][1] = four.y, x[j][2] = four.z, x[j][3] = four.w;
+    } else {
+      x[j][0] = i < count ? logits[i] : kNone;
     }
   }
-
-  // The row's best logit, then the masses of this block's part.
-  best = __reduce_max_sync(kAllLanes, best);
+  float best = kNone;
+#pragma unroll
+  for (int j = 0; j < kLoads; ++j) {
+    float most = kNone;
+#pragma unroll
+    for (int e = 0; e < kVector; ++e) {
+      x[j][e] = fmaxf(x[j][e], kNone);  // a NaN counts as -inf
+      most = fmaxf(most, x[j][e]);
+    }
+#pragma unroll
+    for (int offset = 1; offset < kLanes; offset *= 2) {
+      most = fmaxf(most, __shfl_xor_sync(kAllLanes, most, offset));
+    }
+    const int i = (j * kScanThreads + static_cast<int>(threadIdx.x)) * kVector;
+    if (threadIdx.x % kLanes == 0 && i < count) {
+      p.maxima[row * p.groups + (part * kPart + i) / kGroup] = most;
+    }
+    best = fmaxf(best, most);
+  }
+  best = warp_max(best);
   if (threadIdx.x % kWarp == 0) {
-    slots[threadIdx.x / kWarp] = __uint_as_float(best);
+    slots[threadIdx.x / kWarp] = best;
   }
   __syncthreads();
 #pragma unroll
-  for (int w = 0; w < kWarps; ++w) {
-    best = max(best, __float_as_uint(slots[w]));
+  for (int w = 0; w < kScanWarps; ++w) {
+    best = fmaxf(best, slots[w]);
   }
-  const float best_logit = from_ordered_bits(best);
-  const float scale = kLog2E / p.temperature[row];
   float mass[2] = {0, 0};
-  int above = 0;
-  for (int i = threadIdx.x; i < count; i += kThreads) {
-    const float logit = values[i];
-    const float below = logit - best_logit;
-    mass[0] += logit == best_logit ? 1.0f : exp2f(below * kLog2E);
-    mass[1] += logit == best_logit ? 1.0f : exp2f(below * scale);
-    above += ordered_bits(logit) >= threshold ? 1 : 0;
+  if (isfinite(best)) {
+    const float scale = mass_scale(p, row, 1);
+#pragma unroll
+    for (int j = 0; j < kLoads; ++j) {
+#pragma unroll
+      for (int e = 0; e < kVector; ++e) {
+        const float below = x[j][e] - best;
+        mass[0] += exp2_approx(below * kLog2E);
+        mass[1] += exp2_approx(below * scale);
+      }
+    }
+  } else {
+    for (int i = threadIdx.x; i < count; i += kScanThreads) {
+      const float equal = fmaxf(logits[i], kNone) == best ? 1.0f : 0.0f;
+      mass[0] += equal;
+      mass[1] += equal;
+    }
   }
   block_sum(mass, slots);
   if (threadIdx.x == 0) {
-    float* found = cluster.map_shared_rank(&masses[0][0], 0) + 2 * rank;
-    found[0] = mass[0];
-    found[1] = mass[1];
+    p.parts[blockIdx.x] = {best, {mass[0], mass[1]}};
   }
+}
 
-  // The smallest key that goes to the first block.
-  uint64_t least = static_cast<uint64_t>(threshold) << 32;
-  Counter::Sums chosen = counter.of_cluster(above, round++);
-  const auto key_of = [&](int i) {
-    return selection_key(ordered_bits(values[i]), static_cast<uint32_t>(begin + i));
-  };
-  if (chosen.all > kRoom) {
-    least = 0;
-    for (int bit = 63; bit >= 0 && chosen.all > kRoom; --bit) {
-      const uint64_t next = least | uint64_t{1} << bit;
-      int n = 0;
-      for (int i = threadIdx.x; i < count; i += kThreads) {
-        n += key_of(i) >= next ? 1 : 0;
-      }
-      const Counter::Sums sums = counter.of_cluster(n, round++);
-      if (sums.all >= p.k) {
-        least = next;
-        chosen = sums;
+// Of one row, in shared memory: how many maxima reach each of three thresholds.
+struct Counts {
+  int warps[2][3][kRankWarps];
+
+  // All threads. Calls alternate between two sets of slots: whoever writes a set again has passed
+  // the barrier behind its readers.
+  __device__ void sum(int (&n)[3], int round) {
+    const int lane = static_cast<int>(threadIdx.x) % kWarp;
+    auto& slots = warps[round % 2];
+#pragma unroll
+    for (int i = 0; i < 3; ++i) {
+      n[i] = __reduce_add_sync(kAllLanes, n[i]);
+      if (lane == i) {
+        slots[i][threadIdx.x / kWarp] = n[i];
       }
     }
-  }
-  uint64_t* target = cluster.map_shared_rank(keys, 0);
-  for (int i = threadIdx.x; i < count; i += kThreads) {
-    const uint64_t key = key_of(i);
-    if (key >= least) {
-      // Complements, so that ascending order puts the best first.
-      target[chosen.before + atomicAdd(&cursor, 1)] = ~key;
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < 3; ++i) {
+      n[i] = __reduce_add_sync(kAllLanes, lane < kRankWarps ? slots[i][lane] : 0);
     }
   }
-  cluster.sync();
-  if (rank != 0) {
-    return;
+};
+
+// A threshold that k of the maxima reach, and not many more where they differ; 0, which all logits
+// reach, if there are not as many. All of them are in [low, high]. All threads.
+__device__ uint32_t find_threshold(
+    const uint32_t* maxima, int groups, int k, uint32_t low, uint32_t high, Counts& counts) {
+  if (groups < k) {
+    return 0;
   }
-  sort_ascending(keys, chosen.all, power_of_two(max(chosen.all, 1)));
-  for (int i = threadIdx.x; i < p.k; i += kThreads) {
-    const bool exists = i < chosen.all;
-    const uint64_t key = exists ? ~keys[i] : uint64_t{kOrderedMinusInfinity} << 32;
+  const int enough = k + k / 4 + kWarp;
+  // Two bits at a time, below those that all have in common.
+  int shift = (kWarp - __clz(static_cast<int>(low ^ high)) + 1) / 2 * 2;
+  uint32_t threshold = shift == kWarp ? 0u : high >> shift << shift;
+  int reached = groups;
+  for (int round = 0; shift > 0 && reached > enough; ++round) {
+    shift -= 2;
+    int n[3] = {};
+    for (int g = threadIdx.x; g < groups; g += kRankThreads) {
+      const uint32_t most = maxima[g];
+#pragma unroll
+      for (int i = 0; i < 3; ++i) {
+        n[i] += most >= threshold + (static_cast<uint32_t>(i + 1) << shift) ? 1 : 0;
+      }
+    }
+    counts.sum(n, round);
+    const int digit = n[2] >= k ? 3 : n[1] >= k ? 2 : n[0] >= k ? 1 : 0;
+    reached = digit == 0 ? reached : n[digit - 1];
+    threshold += static_cast<uint32_t>(digit) << shift;
+  }
+  return threshold;
+}
+
+__global__ void __launch_bounds__(kRankThreads) rank_kernel(const __grid_constant__ Problem p) {
+  __shared__ TopKState state;
+  __shared__ Counts counts;
+  __shared__ uint32_t extremes[2][kRankWarps];
+  __shared__ int found;
+  const TopK top{reinterpret_cast<uint64_t*>(dynamic_shared()), &state, p.k + kTile, p.k};
+  auto* maxima = reinterpret_cast<uint32_t*>(top.buffer + top.capacity);  // [groups]
+  auto* chosen = reinterpret_cast<int32_t*>(maxima + p.groups);           // [groups]
+  const int lane = static_cast<int>(threadIdx.x) % kWarp;
+  const int warp = static_cast<int>(threadIdx.x) / kWarp;
+  allow_next_kernel();
+  wait_for_previous_kernels();
+  const int64_t row = blockIdx.x;
+  uint32_t low = 0xFFFFFFFFu, high = 0;
+  for (int g = threadIdx.x; g < p.groups; g += kRankThreads) {
+    maxima[g] = ordered_bits(p.maxima[row * p.groups + g]);
+    low = min(low, maxima[g]);
+    high = max(high, maxima[g]);
+  }
+  low = __reduce_min_sync(kAllLanes, low);
+  high = __reduce_max_sync(kAllLanes, high);
+  if (lane == 0) {
+    extremes[0][warp] = low;
+    extremes[1][warp] = high;
+  }
+  if (threadIdx.x == 0) {
+    found = 0;
+  }
+  top.reset();
+  __syncthreads();
+  low = __reduce_min_sync(kAllLanes, extremes[0][lane % kRankWarps]);
+  high = __reduce_max_sync(kAllLanes, extremes[1][lane % kRankWarps]);
+  const uint32_t threshold = find_threshold(maxima, p.groups, p.k, low, high, counts);
+  for (int g = threadIdx.x; g < p.groups; g += kRankThreads) {
+    if (maxima[g] >= threshold) {
+      chosen[atomicAdd(&found, 1)] = g;
+    }
+  }
+  __syncthreads();
+
+  const float* logits = p.logits + row * p.v;
+  for (int base = warp; base - warp < found; base += kRankWarps * kAhead) {
+    int64_t at[kAhead];
+    float x[kAhead];
+#pragma unroll
+    for (int a = 0; a < kAhead; ++a) {
+      const int g = base + a * kRankWarps;
+      at[a] = g < found ? int64_t{chosen[g]} * kGroup + lane : p.v;
+      x[a] = at[a] < p.v ? logits[at[a]] : 0.0f;
+    }
+#pragma unroll
+    for (int a = 0; a < kAhead; ++a) {
+      const uint32_t score = ordered_bits(fmaxf(x[a], -INFINITY));
+      top.push(selection_key(score, static_cast<uint32_t>(at[a])),
+               at[a] < p.v && score >= threshold);
+    }
+    __syncthreads();
+    top.make_room(kTile);
+  }
+  const int most = power_of_two(max(2 * p.k, kWarp));
+  if (state.count > most) {
+    top.shrink();
+  }
+  const int n = state.count;
+  // Complements, so that ascending order puts the best first.
+  for (int i = threadIdx.x; i < n; i += kRankThreads) {
+    top.buffer[i] = ~top.buffer[i];
+  }
+  sort_ascending(top.buffer, n, power_of_two(n));
+  for (int i = threadIdx.x; i < p.k; i += kRankThreads) {
+    const bool exists = i < n;
+    const uint64_t key = exists ? ~top.buffer[i] : uint64_t{kOrderedMinusInfinity} << 32;
     p.value[row * p.k + i] = from_ordered_bits(static_cast<uint32_t>(key >> 32));
     p.id[row * p.k + i] = exists ? static_cast<int32_t>(selection_id(key)) : -1;
   }
-  if (threadIdx.x < 2) {
+  // The last two warps have the least of these.
+  const int which = warp - (kRankWarps - 2);
+  if (which >= 0) {
+    const float best = from_ordered_bits(high);
+    const float scale = mass_scale(p, row, which);
     float sum = 0;
-    for (int b = 0; b < kBlocks; ++b) {
-      sum += masses[b][threadIdx.x];
+    for (int i = lane; i < p.parts_of_row; i += kWarp) {
+      const Part part = p.parts[row * p.parts_of_row + i];
+      const float rescale = part.best == best ? 1.0f : exp2_approx((part.best - best) * scale);
+      sum = fmaf(which == 0 ? part.mass[0] : part.mass[1], rescale, sum);
     }
-    p.mass[2 * row + threadIdx.x] = sum;
+    sum = warp_sum(sum);
+    if (lane == 0) {
+      p.mass[2 * row + which] = sum;
+    }
   }
 }
 
-int64_t chunk_of(int64_t v) {
-  return ceil_div(v, kBlocks * 4) * 4;
-}
-
-int64_t shared_bytes(int64_t v) {
-  return kRoom * static_cast<int64_t>(sizeof(uint64_t)) + 4 * chunk_of(v);
+int64_t rank_bytes(int64_t groups, int64_t k) {
+  return 8 * (k + kTile) + 8 * groups;
 }
 
 }  // namespace
 
 bool top_logits_supports(const TopLogitsArgs& args) {
   constexpr int64_t kStatic = 4096;
-  return shared_bytes(args.logits.dim(1)) <= kSharedCapacity - kStatic;
+  return rank_bytes(ceil_div(args.logits.dim(1), kGroup), args.value.dim(1)) <=
+         kSharedCapacity - kStatic;
 }
 
 Status top_logits(OpContext& ctx, const TopLogitsArgs& args) {
-  const int64_t n = args.logits.dim(0), v = args.logits.dim(1);
-  const bool vector = v % 4 == 0 && reinterpret_cast<uintptr_t>(args.logits.data) % 16 == 0;
-  return launch(ctx,
-                "top_logits",
-                vector ? top_logits_kernel<4> : top_logits_kernel<1>,
-                extent(n * kBlocks),
-                kThreads,
-                shared_bytes(v),
-                Problem{.logits = args.logits.as<float>(),
+  const int64_t n = args.logits.dim(0), v = args.logits.dim(1), k = args.value.dim(1);
+  const int64_t groups = ceil_div(v, kGroup), parts = ceil_div(v, kPart);
+  Scratch scratch(ctx);
+  const Problem problem{.logits = args.logits.as<float>(),
                         .temperature = args.temperature.as<float>(),
                         .value = args.value.as<float>(),
                         .id = args.id.as<int32_t>(),
                         .mass = args.mass.as<float>(),
+                        .maxima = scratch.array<float>(n * groups),
+                        .parts = scratch.array<Part>(n * parts),
                         .v = v,
-                        .chunk = static_cast<int>(chunk_of(v)),
-                        .k = static_cast<int>(args.value.dim(1))});
+                        .groups = static_cast<int>(groups),
+                        .parts_of_row = static_cast<int>(parts),
+                        .k = static_cast<int>(k)};
+  CACHALOT_RETURN_IF_ERROR(scratch.status("top_logits"));
+  const bool vector = v % 4 == 0 && reinterpret_cast<uintptr_t>(args.logits.data) % 16 == 0;
+  CACHALOT_RETURN_IF_ERROR(launch(ctx,
+                                  "top_logits_scan",
+                                  vector ? scan_kernel<4> : scan_kernel<1>,
+                                  extent(n * parts),
+                                  kScanThreads,
+                                  0,
+                                  problem));
+  return launch(
+      ctx, "top_logits_rank", rank_kernel, extent(n), kRankThreads, rank_bytes(groups, k), problem);
 }
 
 }  // namespace cachalot::ops::cuda

@@ -62,7 +62,9 @@ struct TopK {
   }
   // All threads, after a barrier: makes room for `tile` more keys.
   __device__ void make_room(int tile) const {
-    if (state->count + tile > capacity) {
+    const bool full = state->count + tile > capacity;
+    __syncthreads();  // all must have looked before the next push
+    if (full) {
       shrink();
     }
   }
@@ -169,7 +171,7 @@ __device__ void sort_ascending(T* values, int n, int size) {
   for (int run = 2; run <= size; run *= 2) {
     for (int gap = run / 2; gap > 0; gap /= 2) {
       for (int i = static_cast<int>(threadIdx.x); i < size / 2; i += static_cast<int>(blockDim.x)) {
-        const int low = i / gap * 2 * gap + i % gap, high = low + gap;
+        const int low = 2 * i - (i & (gap - 1)), high = low + gap;
         const bool ascending = (low & run) == 0;
         const T a = values[low], b = values[high];
         if ((a > b) == ascending) {
@@ -177,9 +179,16 @@ __device__ void sort_ascending(T* values, int n, int size) {
           values[high] = a;
         }
       }
-      __syncthreads();
+      // Pairs up to 32 apart stay within the 64 values of one warp; the next step's are gap / 2
+      // apart, or `run` after 1.
+      if (gap > kWarp || (gap == 1 && run > kWarp)) {
+        __syncthreads();
+      } else {
+        __syncwarp();
+      }
     }
   }
+  __syncthreads();
 }
 
 }  // namespace cachalot::ops::cuda

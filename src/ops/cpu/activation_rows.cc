@@ -1,0 +1,132 @@
+// Row primitives: activations, pooling, scores, and the mass of logits.
+#include "ops/cpu/targets.h"
+
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE "ops/cpu/activation_rows.cc"
+#include "hwy/foreach_target.h"
+// Behind foreach_target.h, which sets the target that these are compiled for.
+#include "ops/cpu/simd_math_inl.h"
+
+#include <algorithm>
+
+HWY_BEFORE_NAMESPACE();
+namespace cachalot::ops::cpu {
+namespace HWY_NAMESPACE {
+
+HWY_INLINE Vec rounded(Vec v, DType act) {
+  return act == DType::kBF16 ? round_bf16_vec(v) : v;
+}
+
+void swiglu_row(
+    const float* gate, const float* up, int64_t n, float limit, float weight, DType act, float* h) {
+  const auto most = hn::Set(F32(), limit);
+  const auto factor = hn::Set(F32(), weight);
+  for (int64_t i = 0; i < n; i += kLanes) {
+    const auto g = at_most(rounded(load_at(gate, i, n), act), most);
+    const auto u = at_least(at_most(rounded(load_at(up, i, n), act), most), hn::Neg(most));
+    const auto product = hn::Mul(hn::Mul(hn::Mul(g, logistic(g)), u), factor);
+    store_at(rounded(product, act), h, i, n);
+  }
+}
+
+void add_rounded(const float* values, int64_t n, DType act, float* sum) {
+  for (int64_t i = 0; i < n; i += kLanes) {
+    store_at(hn::Add(load_at(sum, i, n), rounded(load_at(values, i, n), act)), sum, i, n);
+  }
+}
+
+void pool_pair(const float* kv0,
+               const float* gate0,
+               const float* kv1,
+               const float* gate1,
+               int64_t n,
+               float* out) {
+  for (int64_t i = 0; i < n; i += kLanes) {
+    Vec w1, w0;
+    logistic(hn::Sub(load_at(gate1, i, n), load_at(gate0, i, n)), w1, w0);
+    store_vec(hn::MulAdd(load_at(kv1, i, n), w1, hn::Mul(load_at(kv0, i, n), w0)), out + i);
+  }
+  for (int64_t i = (n + kLanes - 1) / kLanes * kLanes; i < padded(n); i += kLanes) {
+    store_vec(hn::Zero(F32()), out + i);
+  }
+}
+
+void router_scores(float* row, int64_t n, float temperature) {
+  const F32 d;
+  const auto divisor = hn::Set(d, temperature);
+  for (int64_t i = 0; i < n; i += kLanes) {
+    const auto x = hn::Div(load_at(row, i, n), divisor);
+    // ln(1 + e^x) = max(x, 0) + ln(1 + e^-|x|). Far below zero it is e^x to within FP32, and its
+    // root e^(x/2) stays a normal float where e^x no longer is one.
+    const auto tail = hn::Exp(d, hn::Mul(x, hn::Set(d, 0.5f)));
+    const auto e = hn::Exp(d, hn::Neg(hn::Abs(x)));
+    const auto root = hn::Sqrt(hn::Add(at_least(x, hn::Zero(d)), hn::Log1p(d, e)));
+    store_at(hn::IfThenElse(hn::Lt(x, hn::Set(d, -17.0f)), tail, root), row, i, n);
+  }
+}
+
+float exp_mass(const float* row, int64_t n, float best, float scale) {
+  // Chains of kBlock values in FP32, their sums in double.
+  constexpr int64_t kBlock = 4096;
+  const F32 d;
+  const auto top = hn::Set(d, best), factor = hn::Set(d, scale), one = hn::Set(d, 1.0f);
+  const auto terms = [&](int64_t i) HWY_ATTR {
+    const auto x = load_at(row, i, n);
+    return hn::IfThenElse(hn::Eq(x, top), one, hn::Exp(d, hn::Mul(hn::Sub(x, top), factor)));
+  };
+  double mass = 0;
+  for (int64_t begin = 0; begin < n; begin += kBlock) {
+    const int64_t end = std::min(n, begin + kBlock), whole = end - (end - begin) % kLanes;
+    auto sum = hn::Zero(d);
+    for (int64_t i = begin; i < whole; i += kLanes) {
+      sum = hn::Add(sum, terms(i));
+    }
+    mass += lane_sum(sum);
+    if (whole < end) {
+      alignas(32) float lane[kLanes];
+      hn::Store(terms(whole), d, lane);
+      for (int64_t i = whole; i < end; ++i) {
+        mass += lane[i - whole];
+      }
+    }
+  }
+  return static_cast<float>(mass);
+}
+
+}  // namespace HWY_NAMESPACE
+}  // namespace cachalot::ops::cpu
+HWY_AFTER_NAMESPACE();
+
+#if HWY_ONCE
+namespace cachalot::ops::cpu {
+
+HWY_EXPORT(swiglu_row);
+HWY_EXPORT(add_rounded);
+HWY_EXPORT(pool_pair);
+HWY_EXPORT(router_scores);
+HWY_EXPORT(exp_mass);
+
+void swiglu_row(
+    const float* gate, const float* up, int64_t n, float limit, float weight, DType act, float* h) {
+  HWY_DYNAMIC_DISPATCH(swiglu_row)(gate, up, n, limit, weight, act, h);
+}
+void add_rounded(const float* values, int64_t n, DType act, float* sum) {
+  HWY_DYNAMIC_DISPATCH(add_rounded)(values, n, act, sum);
+}
+void pool_pair(const float* kv0,
+               const float* gate0,
+               const float* kv1,
+               const float* gate1,
+               int64_t n,
+               float* out) {
+  HWY_DYNAMIC_DISPATCH(pool_pair)(kv0, gate0, kv1, gate1, n, out);
+}
+void router_scores(float* row, int64_t n, float temperature) {
+  HWY_DYNAMIC_DISPATCH(router_scores)(row, n, temperature);
+}
+float exp_mass(const float* row, int64_t n, float best, float scale) {
+  return HWY_DYNAMIC_DISPATCH(exp_mass)(row, n, best, scale);
+}
+
+}  // namespace cachalot::ops::cpu
+#endif  // HWY_ONCE
