@@ -9,8 +9,8 @@
 // query  block = one token: queries rotated, quantized, laid out as the B operand of wgmma
 // score  block = `tiles` times 64 slots of one token, or of up to four tokens of one sequence
 //
-//   16 threads  address of a run of four rows, four tiles ahead | bulk copies three tiles ahead
-//   warpgroup   the tile that has arrived:
+//   16 threads  address of a run of rows, five tiles ahead | bulk copies four tiles ahead
+//   warpgroup   the tile that has arrived, while the copies go on:
 //     warp      unpack 16 rows of 128 codes in registers as A | wgmma: rows x heads of all tokens
 //     4 lanes   ReLU, head weights, sum over the heads -> scores, counts, block maxima
 //   block       at the end: counts -> global
@@ -32,7 +32,7 @@ constexpr int kThreads = kIndexThreads;
 constexpr int kGroups = kThreads / 128;  // warpgroups
 constexpr int kHeads = 32;
 constexpr int kTileSlots = 64;
-constexpr int kRun = 4;  // slots whose rows are copied at once
+constexpr int kRun = 4;  // slots whose rows are copied at once, at least
 constexpr int kRuns = kTileSlots / kRun;
 constexpr int kStages = 4;  // tiles of rows
 constexpr int kKeyBytes = 68;
@@ -88,18 +88,35 @@ __global__ void __launch_bounds__(kThreads) query_kernel(const __grid_constant__
   }
 }
 
-// Four slots whose entries follow each other.
+// Slots of a tile whose rows lie behind each other, in multiples of 16 bytes: what one bulk copy
+// brings. 0: rows must be copied word by word, four slots per thread.
+__device__ __forceinline__ int contiguous_slots(const IndexProblem& p, const PagedRows& pages) {
+  const auto divides = [&](int n) {
+    return pages.page_rows % n == 0 && (p.candidates == nullptr || p.candidate_block % n == 0);
+  };
+  if (reinterpret_cast<uintptr_t>(pages.pages[0]) % 16 != 0 || !divides(kRun)) {
+    return 0;
+  }
+  return divides(kTileSlots) ? kTileSlots : divides(2 * kRun) ? 2 * kRun : kRun;
+}
+
+// Slots whose entries follow each other.
 struct Run {
   int entry;            // of the first slot
   int count;            // slots that have an entry; 0: none is copied
   const uint8_t* from;  // row of the first one
 };
-__device__ __forceinline__ Run find_run(
-    const IndexProblem& p, int64_t token, const PagedRows& pages, int visible, int slot, int end) {
+__device__ __forceinline__ Run find_run(const IndexProblem& p,
+                                        int64_t token,
+                                        const PagedRows& pages,
+                                        int visible,
+                                        int slot,
+                                        int end,
+                                        int slots) {
   Run run{.entry = 0, .count = 0, .from = nullptr};
   if (slot < end) {
     run.entry = slot_entry(p, token, slot, visible);
-    run.count = run.entry < 0 ? 0 : min(kRun, visible - run.entry);
+    run.count = run.entry < 0 ? 0 : min(slots, visible - run.entry);
   }
   if (run.count > 0) {
     const auto page_rows = static_cast<uint32_t>(pages.page_rows);
@@ -110,14 +127,14 @@ __device__ __forceinline__ Run find_run(
   return run;
 }
 
-// One thread brings a run to shared memory. `whole`: its rows are contiguous and aligned.
+// One thread brings a run of `slots` rows to shared memory.
 __device__ __forceinline__ void copy_run(
-    const Run& run, bool whole, const PagedRows& pages, uint8_t* to, uint64_t* arrived) {
+    const Run& run, int slots, bool whole, const PagedRows& pages, uint8_t* to, uint64_t* arrived) {
   if (run.count == 0) {
     barrier_arrive(arrived);
   } else if (whole) {
-    barrier_arrive_expect(arrived, kRun * kKeyBytes);
-    copy_bulk(to, run.from, kRun * kKeyBytes, arrived);
+    barrier_arrive_expect(arrived, slots * kKeyBytes);
+    copy_bulk(to, run.from, slots * kKeyBytes, arrived);
   } else {
 #pragma unroll 1
     for (int i = 0; i < run.count * (kKeyBytes / 4); ++i) {
@@ -137,25 +154,33 @@ __device__ __forceinline__ void warpgroup_barrier(int warpgroup) {
   }
 }
 
-// acc = the 64 rows at `rows` times all query columns. `query` is the operand of the first.
+// What a lane unpacks of its two rows of a tile: 32 codes each.
+struct Keys {
+  uint32_t codes[2][4];
+  uint32_t scale[2];
+
+  __device__ __forceinline__ void load(const uint8_t* rows, const Lane& lane) {
+    const int first = static_cast<int>(threadIdx.x) / 32 % 4 * 16 + lane.g;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const auto* words = reinterpret_cast<const uint32_t*>(rows + (first + 8 * r) * kKeyBytes);
+#pragma unroll
+      for (int q = 0; q < 4; ++q) {
+        codes[r][q] = words[4 * lane.t + q];
+      }
+      scale[r] = words[kIndexMmaDim / 8];
+    }
+  }
+};
+
+// Starts acc = 64 rows times all query columns. `query` is the operand of the first column.
 template <int kColumnTiles>
-__device__ __forceinline__ void multiply(const uint8_t* rows,
+__device__ __forceinline__ void multiply(const Keys& keys,
                                          uint64_t query,
                                          int half_bytes,
                                          const Lane& lane,
+                                         uint32_t (&a)[8][4],
                                          float (&acc)[kColumnTiles][4]) {
-  const int first = static_cast<int>(threadIdx.x) / 32 % 4 * 16 + lane.g;
-  uint32_t codes[2][4], scale[2];
-#pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    const auto* words =
-        reinterpret_cast<const uint32_t*>(rows + static_cast<int64_t>(first + 8 * r) * kKeyBytes);
-#pragma unroll
-    for (int q = 0; q < 4; ++q) {
-      codes[r][q] = words[4 * lane.t + q];
-    }
-    scale[r] = bf16_scale(words[kIndexMmaDim / 8], lane.t, 86);
-  }
 #pragma unroll
   for (int n = 0; n < kColumnTiles; ++n) {
 #pragma unroll
@@ -163,13 +188,14 @@ __device__ __forceinline__ void multiply(const uint8_t* rows,
       acc[n][i] = 0;
     }
   }
-  uint32_t a[8][4];
+  const uint32_t scale[2] = {bf16_scale(keys.scale[0], lane.t, 86),
+                             bf16_scale(keys.scale[1], lane.t, 86)};
   unrolled<8>([&]<int i>() {
     constexpr int n = i % 2 * 2;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      a[i][r] = mul_bf16x2(Fp4Weights::nibbles<n>(codes[r][i / 2]), scale[r]);
-      a[i][2 + r] = mul_bf16x2(Fp4Weights::nibbles<n + 1>(codes[r][i / 2]), scale[r]);
+      a[i][r] = mul_bf16x2(Fp4Weights::nibbles<n>(keys.codes[r][i / 2]), scale[r]);
+      a[i][2 + r] = mul_bf16x2(Fp4Weights::nibbles<n + 1>(keys.codes[r][i / 2]), scale[r]);
     }
   });
   wgmma_fence();
@@ -178,7 +204,6 @@ __device__ __forceinline__ void multiply(const uint8_t* rows,
     wgmma_bf16(acc, a[i], query + static_cast<uint64_t>((i / 4 * half_bytes + i % 4 * 32) / 16));
   }
   wgmma_commit();
-  wgmma_wait<0>();
 }
 
 template <class Act, int kTokens>
@@ -229,45 +254,61 @@ __global__ void __launch_bounds__(kThreads, kTokens == 1 ? 3 : 2)
       visible = max(visible, shared.extent[to].visible);
     }
     const PagedRows pages = p.index[sequence];
-    const bool whole = pages.page_rows % kRun == 0 &&
-                       (p.candidates == nullptr || p.candidate_block % kRun == 0) &&
-                       reinterpret_cast<uintptr_t>(pages.pages[0]) % 16 == 0;
+    const int contiguous = contiguous_slots(p, pages);
+    const int run_slots = contiguous > 0 ? contiguous : kRun;
     const int end = min(begin + tiles * kTileSlots, slots);
-    // Tile j of this warpgroup; thread i < kRuns of it has run i of every tile.
+    // Tile j of this warpgroup; its thread i < kRuns has run i of every tile, if there is one.
     const auto slot0 = [&](int j) { return begin + (j * kGroups + warpgroup) * kTileSlots; };
-    const int own_run = thread % 128;
+    const int own_slot = thread % 128 * run_slots;
     Run run;
     const auto find = [&](int j) {
-      if (own_run < kRuns) {
-        run = find_run(p, first + from, pages, visible, slot0(j) + own_run * kRun, end);
+      if (thread % 128 < kRuns) {
+        run = find_run(p,
+                       first + from,
+                       pages,
+                       visible,
+                       slot0(j) + own_slot,
+                       own_slot < kTileSlots ? end : 0,
+                       run_slots);
       }
     };
     const auto copy = [&](int j) {
       if (slot0(j) < end) {
         const int stage = copied++ % kStages;
-        if (own_run < kRuns) {
+        if (thread % 128 < kRuns) {
           copy_run(run,
-                   whole,
+                   run_slots,
+                   contiguous > 0,
                    pages,
-                   shared.rows[warpgroup][stage] + own_run * (kRun * kKeyBytes),
+                   shared.rows[warpgroup][stage] + own_slot * kKeyBytes,
                    &shared.arrived[warpgroup][stage]);
         }
       }
     };
-    for (int j = 0; j < kStages - 1; ++j) {
+    Keys keys;
+    const auto load_keys = [&](int j) {
+      if (slot0(j) < end) {
+        const int stage = read % kStages;
+        barrier_wait(&shared.arrived[warpgroup][stage], read / kStages % 2);
+        keys.load(shared.rows[warpgroup][stage], lane);
+        ++read;
+      }
+    };
+    for (int j = 0; j < kStages; ++j) {
       find(j);
       copy(j);
     }
-    find(kStages - 1);
+    find(kStages);
+    load_keys(0);
     for (int j = 0; slot0(j) < end; ++j) {
-      const int stage = read % kStages;
-      barrier_wait(&shared.arrived[warpgroup][stage], read / kStages % 2);
-      warpgroup_barrier(warpgroup);  // all have left the stage that the next copy goes to
-      copy(j + kStages - 1);
-      find(j + kStages);
-      ++read;
+      uint32_t a[8][4];
       float acc[kColumns / 8][4];
-      multiply(shared.rows[warpgroup][stage], query, kColumns * 128, lane, acc);
+      multiply(keys, query, kColumns * 128, lane, a, acc);
+      warpgroup_barrier(warpgroup);  // all have their keys of this tile: its stage is free
+      copy(j + kStages);
+      find(j + kStages + 1);
+      load_keys(j + 1);
+      wgmma_wait<0>();
       float sum[kTokens][2] = {};
 #pragma unroll
       for (int m = 0; m < kTokens; ++m) {
