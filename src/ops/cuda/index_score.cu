@@ -20,7 +20,8 @@
 // KiB of queries and 8 KiB of counts per token: 51 KiB with one token, 99 KiB with four. Bound by
 // 68 B per entry at one token per sequence (64 x 131072: 133 us at 4.3 TB/s), by 8192 FLOP per
 // token and entry at four; close behind come the instructions that unpack (17 per 8 codes) and
-// weigh (2 per product).
+// weigh (2 per product). Measured with the rest of index_select on an H200: 478 us, and 14.9 ms for
+// 4096 tokens x 131072 (295 TFLOP/s).
 #include <algorithm>
 
 #include "ops/cuda/index_split.cuh"
