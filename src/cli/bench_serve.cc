@@ -287,7 +287,9 @@ class Level {
     w.field("bytes", bytes_).key("flops").null();
     w.field("gbps", static_cast<double>(bytes_) / seconds_ / 1e9).key("tflops").null();
     w.key("ceiling").null().key("fraction").null();
-    w.field("concurrency", clients_).field("seconds", seconds_);
+    w.field("concurrency", clients_).field("prompt", flags_.prompt);
+    w.field("output", flags_.output).field("shared", flags_.shared);
+    w.field("prefixes", flags_.prefixes).field("seconds", seconds_);
     w.field("requests", issued_).field("complete", complete_).field("hung_up", hung_up_);
     w.field("refused", refused_).field("errors", errors_).field("wrong", wrong_);
     w.field("checked_alone", checked_);
