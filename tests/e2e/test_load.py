@@ -33,7 +33,7 @@ def test_soak(cachalot, checkpoint):
     )
     states = [line for line in lines if line["name"] == "serve state"]
     line, = (line for line in lines if line["name"] == "serve")
-    assert line["complete"] > 100 and line["hung_up"] > 20 and line["checked_alone"] == 20
+    assert line["complete"] >= 20 and line["hung_up"] >= 5 and line["checked_alone"] > 0
     assert line["refused"] == line["errors"] == line["wrong"] == 0
     assert 0 < line["cached_share"] < 1
     assert states[-1]["stats"]["evictions"] > 0
