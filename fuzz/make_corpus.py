@@ -107,6 +107,21 @@ def request_seeds():
         write("requests", name, first + json.dumps(body))
 
 
+def grammar_seeds():
+    # The kind, the text, and behind a NUL byte the draws of tokens.
+    schema = {"type": "object", "required": ["n", "s"], "additionalProperties": False, "properties": {
+        "n": {"type": "integer", "minimum": 1, "maximum": 40}, "s": {"type": "string", "pattern": "^a+[0-9]$"},
+        "o": {"anyOf": [{"enum": [1, "x", None]}, {"$ref": "#/$defs/d"}]}}, "$defs": {"d": {"type": "array", "items": {
+            "type": "number"}, "minItems": 1, "maxItems": 3}}}
+    for kind, name, text in (
+        (0, "json", ""), (1, "schema", json.dumps(schema)), (1, "format", json.dumps({"type": "string", "format": "date"})),
+        (2, "regex", "(a|b){2,5}[^x-z]+\\d?"), (3, "gbnf", 'root ::= "a" item* | [0-9]+\nitem ::= "," root'),
+        (4, "choice", "krill\nkelp\nkr"), (5, "calls", f'f\n{json.dumps(schema)}\ng\n{{"type": "object"}}'),
+        (5 | 0xC0, "open", 'f\n{"type": "object", "properties": {"a": {"type": "boolean"}}}'),
+    ):
+        write("grammar", name, bytes([kind]) + text.encode() + b"\0" + bytes(range(1, 240, 7)))
+
+
 def http_seeds():
     head = "Host: x\r\n"
     write("http", "get", f"GET /a HTTP/1.1\r\n{head}\r\n")
@@ -132,6 +147,7 @@ def main():
     safetensors_seeds()
     config_seeds()
     request_seeds()
+    grammar_seeds()
     http_seeds()
     chat_parser_seeds()
     object_seeds()

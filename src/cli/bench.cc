@@ -9,6 +9,7 @@
 #include "base/format.h"
 #include "base/json.h"
 #include "base/rng.h"
+#include "cli/bench_serve.h"
 #include "cli/command.h"
 #include "cli/run_flags.h"
 #include "engine/logits.h"
@@ -658,6 +659,7 @@ void add_bench(CLI::App& app, Action& action) {
   prefill->add_option("--context", flags->context, "Tokens before the step; several: one each")
       ->check(CLI::Range(int64_t{0}, int64_t{1} << 24))
       ->capture_default_str();
+  add_bench_serve(*command, action);
 }
 
 }  // namespace cachalot::cli

@@ -1,6 +1,5 @@
 // cachalot serve: the HTTP server.
 #include <semaphore.h>
-#include <sys/resource.h>
 
 #include <csignal>
 #include <cstdio>
@@ -11,6 +10,7 @@
 #include "base/log.h"
 #include "cli/command.h"
 #include "cli/run_flags.h"
+#include "cli/server_process.h"
 #include "engine/engine.h"
 #include "server/api_error.h"
 #include "server/app.h"
@@ -47,15 +47,6 @@ void wait_for_signal() {
   sigaction(SIGINT, &action, nullptr);
   sigaction(SIGTERM, &action, nullptr);
   while (sem_wait(&stop_requested) != 0) {
-  }
-}
-
-// Every stream is a socket, and the limit that a shell sets is often below --max-connections.
-void raise_file_limit() {
-  rlimit limit{};
-  if (getrlimit(RLIMIT_NOFILE, &limit) == 0) {
-    limit.rlim_cur = limit.rlim_max;
-    setrlimit(RLIMIT_NOFILE, &limit);
   }
 }
 

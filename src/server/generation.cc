@@ -251,6 +251,16 @@ Result<std::shared_ptr<const Job>> prepare(GenerationRequest request,
   return std::shared_ptr<const Job>(std::move(job));
 }
 
+void BlockEncoder::delta(const Delta& delta, std::string& out) {
+  for (const text::ChatEvent& event : delta.events) {
+    piece(event, out);
+  }
+  if (delta.finish) {
+    close(out);
+    finish_ = *delta.finish;
+  }
+}
+
 void append_event(std::string& out, std::string_view name, std::string_view json) {
   if (!name.empty()) {
     fmt::format_to(std::back_inserter(out), "event: {}\n", name);

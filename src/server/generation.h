@@ -149,6 +149,19 @@ class Encoder {
   virtual std::string whole(const std::vector<Output>& outputs, const Usage& usage) = 0;
 };
 
+// A dialect whose stream is a row of blocks, at most one of them open.
+class BlockEncoder : public Encoder {
+ public:
+  void delta(const Delta& delta, std::string& out) final;
+
+ protected:
+  virtual void piece(const text::ChatEvent& event, std::string& out) = 0;
+  // Ends the open block, if there is one.
+  virtual void close(std::string& out) = 0;
+
+  Finish finish_;
+};
+
 struct Dialect {
   // Reads a body; leaves it in an unspecified state. Errors start with the path of the field.
   Result<GenerationRequest> (*parse)(text::Json& body, const ServedModel& model);

@@ -215,7 +215,7 @@ Result<GenerationRequest> parse(Json& body, const ServedModel& /*model*/) {
 
 // ---- writing ------------------------------------------------------------------------------------
 
-class MessagesEncoder final : public Encoder {
+class MessagesEncoder final : public BlockEncoder {
  public:
   explicit MessagesEncoder(std::shared_ptr<const Job> job) : job_(std::move(job)) {}
 
@@ -227,16 +227,6 @@ class MessagesEncoder final : public Encoder {
     w.key("stop_reason").null().key("stop_sequence").null();
     w.key("usage").raw(usage_json(prompt)).end_object().end_object();
     append_event(out, "message_start", w.text());
-  }
-
-  void delta(const Delta& delta, std::string& out) override {
-    for (const ChatEvent& event : delta.events) {
-      piece(event, out);
-    }
-    if (delta.finish) {
-      close(out);
-      finish_ = *delta.finish;
-    }
   }
 
   void end(const Usage& usage, std::string& out) override {
@@ -323,7 +313,7 @@ class MessagesEncoder final : public Encoder {
     }
   }
 
-  void piece(const ChatEvent& event, std::string& out) {
+  void piece(const ChatEvent& event, std::string& out) override {
     switch (event.type) {
       case ChatEvent::Type::kReasoning:
         open(Block::kThinking, event, out);
@@ -367,7 +357,7 @@ class MessagesEncoder final : public Encoder {
     append_event(out, "content_block_start", w.text());
   }
 
-  void close(std::string& out) {
+  void close(std::string& out) override {
     if (open_ == Block::kNone) {
       return;
     }
@@ -394,7 +384,6 @@ class MessagesEncoder final : public Encoder {
   std::shared_ptr<const Job> job_;
   Block open_ = Block::kNone;
   int64_t index_ = 0;  // of the block that is open, or of the next one
-  Finish finish_;
 };
 
 }  // namespace

@@ -372,7 +372,7 @@ struct Item {
   std::string name;
 };
 
-class ResponsesEncoder final : public Encoder {
+class ResponsesEncoder final : public BlockEncoder {
  public:
   explicit ResponsesEncoder(std::shared_ptr<const Job> job) : job_(std::move(job)) {}
 
@@ -382,16 +382,6 @@ class ResponsesEncoder final : public Encoder {
       w.key("response");
       response(w, "in_progress", nullptr);
       emit(type, w, out);
-    }
-  }
-
-  void delta(const Delta& delta, std::string& out) override {
-    for (const ChatEvent& event : delta.events) {
-      piece(event, out);
-    }
-    if (delta.finish) {
-      close(out);
-      finish_ = *delta.finish;
     }
   }
 
@@ -589,7 +579,7 @@ class ResponsesEncoder final : public Encoder {
     return w;
   }
 
-  void piece(const ChatEvent& event, std::string& out) {
+  void piece(const ChatEvent& event, std::string& out) override {
     switch (event.type) {
       case ChatEvent::Type::kReasoning:
       case ChatEvent::Type::kContent: {
@@ -650,7 +640,7 @@ class ResponsesEncoder final : public Encoder {
     }
   }
 
-  void close(std::string& out) {
+  void close(std::string& out) override {
     if (!open_) {
       return;
     }
@@ -701,7 +691,6 @@ class ResponsesEncoder final : public Encoder {
   std::vector<Item> items_;
   bool open_ = false;  // the last item is in progress
   int64_t sequence_ = 0;
-  Finish finish_;
   ApiError error_;
 };
 

@@ -1,9 +1,7 @@
 """The server as a black box, driven by the clients that people use: the openai and anthropic Python
 packages, and sockets where no client would do such a thing."""
 
-import asyncio
 import json
-import resource
 import signal
 import socket
 import threading
@@ -261,35 +259,6 @@ def test_many_streams_at_once(server):
         one(seed, alone)
     assert all(results[seed] == alone[seed] for seed in alone)
     assert all(len(ids) == 8 for ids in results.values())
-
-
-def test_a_thousand_streams(server):
-    """No event is lost or reaches another stream; the answers are those of requests alone."""
-
-    async def one(i):
-        prompt = [3 + i % 256, 3 + i // 256, 9]
-        body = {"prompt": prompt, "max_tokens": 6, "ignore_eos": True, "temperature": 0, "stream": True,
-                "return_token_ids": True}
-        data = json.dumps(body).encode()
-        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
-        head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {}\r\n\r\n"
-        writer.write(head.format(len(data)).encode() + data)
-        lines = (await reader.read()).decode().splitlines()
-        writer.close()
-        assert "data: [DONE]" in lines
-        chunks = [json.loads(line[6:])["choices"][0] for line in lines if line.startswith("data: {")]
-        assert [chunk["prompt_token_ids"] for chunk in chunks if "prompt_token_ids" in chunk] == [prompt]
-        return sum((chunk["token_ids"] for chunk in chunks), [])
-
-    async def together(count):
-        return await asyncio.gather(*(one(i) for i in range(count)))
-
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    answers = asyncio.run(together(1000))
-    assert all(len(answer) == 6 for answer in answers)
-    for i in (0, 77, 500, 999):
-        assert asyncio.run(one(i)) == answers[i]
 
 
 def test_keys_limits_and_drain(cachalot, checkpoint):

@@ -107,6 +107,24 @@ TEST_F(EngineTest, ManyClientsGetWhatTheyWouldAlone) {
   }
 }
 
+TEST_F(EngineTest, StepsOnSeveralThreadsGiveTheSame) {
+  const auto outputs = [](int threads) {
+    const auto runtime = open({.threads = threads});
+    const auto engine = start(*runtime, {.chunk = 24, .max_running = 3});
+    Inbox inbox;
+    std::vector<RequestId> ids;
+    for (int64_t length : {40, 3, 17}) {
+      ids.push_back(*engine->submit(request(tokens(length, 3), 6), inbox.sink()));
+    }
+    std::vector<std::vector<int32_t>> out;
+    for (const RequestId id : ids) {
+      out.push_back(inbox.wait(id).first);
+    }
+    return out;
+  };
+  EXPECT_EQ(outputs(3), outputs(1));
+}
+
 TEST_F(EngineTest, TheQueueIsBounded) {
   const auto runtime = open();
   const auto engine = start(*runtime, {.max_running = 1, .max_waiting = 2});

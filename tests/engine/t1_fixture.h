@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <memory>
 #include <string>
 #include <vector>
@@ -37,7 +38,7 @@ class T1Fixture : public testing::Test {
 
   static std::string directory() { return directory_->path(); }
   static std::unique_ptr<Runtime> open(RuntimeOptions options = {}) {
-    options.threads = 1;  // t1 is too small to share
+    options.threads = std::max(options.threads, 1);  // t1 is too small to share
     auto runtime = Runtime::open(directory(), options);
     EXPECT_TRUE(runtime.ok()) << runtime.error().message();
     return std::move(*runtime);

@@ -319,7 +319,7 @@ TEST(ChatParser, ASpelledTagInAValueDoesNotCloseIt) {
   EXPECT_EQ(json::parse(other.tool_calls[0].arguments)["text"], text_of("a{/T}b<{D}c{U}{T}"));
 }
 
-TEST(ChatParser, NewlinesBeforeABlockBelongToIt) {
+TEST(ChatParser, A41_NewlinesBeforeABlockBelongToIt) {
   for (const char* before : {"", "\n", "\n\n", "\n\n\n\n"}) {
     const ChatOutput out =
         parse(std::string("text") + before + "<{D} calls>\n" + invoke("f", "") + "</{D} calls>{E}");
@@ -330,7 +330,7 @@ TEST(ChatParser, NewlinesBeforeABlockBelongToIt) {
   EXPECT_EQ(parse("a\n\n<").content, "a\n\n<");
 }
 
-TEST(ChatParser, ABlockEndsReasoning) {
+TEST(ChatParser, A41_ABlockEndsReasoning) {
   const ChatOutput out =
       parse("thinking\n\n<{D} calls>\n" + invoke("f", "") + "</{D} calls>{E}", thinking());
   EXPECT_EQ(out.reasoning, "thinking");
@@ -338,7 +338,7 @@ TEST(ChatParser, ABlockEndsReasoning) {
   EXPECT_EQ(out.tool_calls.size(), 1U);
 }
 
-TEST(ChatParser, ParallelCalls) {
+TEST(ChatParser, A41_ParallelCalls) {
   for (int count = 1; count <= 3; ++count) {
     std::string invokes;
     for (int i = 0; i < count; ++i) {
@@ -357,7 +357,7 @@ TEST(ChatParser, ParallelCalls) {
   }
 }
 
-TEST(ChatParser, CallsWithoutABlock) {
+TEST(ChatParser, A41_CallsWithoutABlock) {
   const ChatOutput out =
       parse("c\n\n" + invoke("f", parameter("a", "false", "1")) + invoke("g", "") + "{E}");
   EXPECT_EQ(out.content, "c");
@@ -366,7 +366,7 @@ TEST(ChatParser, CallsWithoutABlock) {
   EXPECT_EQ(out.tool_calls[1].arguments, "{}");
 }
 
-TEST(ChatParser, AJsonObjectInPlaceOfParameters) {
+TEST(ChatParser, A41_AJsonObjectInPlaceOfParameters) {
   const ChatOutput out =
       parse(block(invoke("f", "{\"a\": {\"b\": \"</\"}}\n") + invoke("g", "  {}\n\n")));
   ASSERT_EQ(out.tool_calls.size(), 2U);
@@ -374,7 +374,7 @@ TEST(ChatParser, AJsonObjectInPlaceOfParameters) {
   EXPECT_EQ(out.tool_calls[1].arguments, "{}");
 }
 
-TEST(ChatParser, TextBehindTheBlockIsDropped) {
+TEST(ChatParser, A41_TextBehindTheBlockIsDropped) {
   const ChatOutput out =
       parse("c\n\n<{D} calls>\n" + invoke("f", "") + "</{D} calls>\nmore {/T} <{D} calls>{E}");
   EXPECT_EQ(out.content, "c");
@@ -391,7 +391,7 @@ TEST(ChatParser, OlderTags) {
 }
 
 // Only the string attribute decides about types.
-TEST(ChatParser, NoTypeCoercion) {
+TEST(ChatParser, A41_NoTypeCoercion) {
   for (const char* value : {"true", "3", "3.0", "null", "[1]", "{\"a\":1}"}) {
     const std::string raw = block(invoke("f", parameter("v", "false", value)));
     EXPECT_EQ(parse(raw).tool_calls[0].arguments, std::string("{\"v\": ") + value + "}");
