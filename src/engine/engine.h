@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "base/status.h"
+#include "engine/histogram.h"
 #include "engine/runtime.h"
 #include "engine/sampler.h"
 #include "engine/speculation.h"
@@ -99,12 +100,6 @@ struct PoolStats {
   int64_t in_use = 0;  // held by requests
   int64_t cached = 0;  // kept for later requests alone, freed when others need room
   int64_t total = 0;   // 0: bounded by memory alone
-};
-
-struct Histogram {
-  std::vector<double> bounds;    // upper bounds, seconds, ascending; +Inf is implied
-  std::vector<uint64_t> counts;  // bounds.size() + 1, not cumulative
-  double sum = 0;
 };
 
 // A consistent snapshot, cheap to take from any thread.

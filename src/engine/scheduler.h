@@ -16,16 +16,13 @@
 #include <map>
 #include <memory>
 #include <span>
-#include <string>
-#include <utility>
-#include <vector>
 
 #include "engine/engine.h"
 #include "engine/logits.h"
-#include "engine/output.h"
-#include "engine/replay.h"
+#include "engine/prefix_cache.h"
 #include "engine/runtime.h"
-#include "kvcache/prefix_index.h"
+#include "engine/sequence.h"
+#include "kvcache/tiers.h"
 #include "model/observer.h"
 #include "model/step.h"
 
@@ -62,51 +59,28 @@ class Scheduler {
   const EngineOptions& options() const { return options_; }
 
  private:
-  struct Sequence;
   using SequencePtr = std::unique_ptr<Sequence>;
-  // Higher priorities first, then in the order of arrival.
-  using Rank = std::pair<int64_t, uint64_t>;
 
-  Scheduler(Runtime& runtime, const EngineOptions& options);
+  Scheduler(Runtime& runtime, const EngineOptions& options, std::unique_ptr<kvcache::Tiers> tiers);
 
+  // Requests and admission: scheduler.cc.
   void end_expired();
   void admit();
-  // What a request goes on from: the compressed rows of [0, length), and the window state there or
-  // a replay that rebuilds it.
-  struct Prefix {
-    int64_t length = 0;
-    std::vector<kvcache::PageRef> pages;
-    kvcache::PageRef state;
-    model::Replay replay;
-  };
-  Prefix find_prefix(Sequence& sequence);
-  Status attach(Sequence& sequence, const Prefix& prefix);
   // Whether the worst case fits beside what is promised to others.
   bool fits(const Sequence& sequence, const Prefix& prefix) const;
   // False: there is no room now, or its prefix is still being read.
   Result<bool> start(Sequence& sequence);
-  // Starts to read what the stores have of the prompt and the page pool has not.
-  void read_ahead(Sequence& sequence);
-  // Takes what was read, from the prompt's page `first_page` on, into the pools, as far as there is
-  // room.
-  Status absorb(const kvcache::Tiers::Loaded& loaded, int64_t first_page);
-  void store(kvcache::ObjectKind kind,
-             const kvcache::PrefixKey& parent,
-             std::span<const int32_t> tokens,
-             const Sequence& sequence,
-             const kvcache::PageRef& content);
   bool preempt_below(int64_t priority);
   // Pages that a request can still need.
   int64_t pages_missing(const Sequence& sequence) const;
   int64_t pages_for(int64_t positions) const;
-  // Gives up cached pages until `pages` are free, as far as that goes.
-  void make_room(int64_t pages);
-  Status reserve(Sequence& sequence, int64_t positions);
+  // The last event of a sequence; it leaves `running_` at the end of the step.
+  void finish(Sequence& sequence, Event event);
+  void send(Sequence& sequence, Event event);
 
+  // Steps: scheduler_step.cc.
   void share_chunk();
-  // The next position at which a chunk of the sequence must end: where its window state is kept, or
-  // its last token.
-  int64_t next_stop(const Sequence& sequence) const;
+  Status reserve(Sequence& sequence, int64_t positions);
   // Gives every sequence that decodes its drafts.
   Status propose();
   Status run_batch(std::span<Sequence* const> members,
@@ -118,21 +92,15 @@ class Scheduler {
   // Hands out what rows [first_row, first_row + rows) of the logits say, those of the sequence's
   // last rows.
   void deliver(Sequence& sequence, const StepLogits& logits, int64_t first_row, int64_t rows);
-  void keep(Sequence& sequence);
-  void keep_state(Sequence& sequence);
-  // The last event of a sequence; it leaves `running_` at the end of the step.
-  void finish(Sequence& sequence, Event event);
-  void send(Sequence& sequence, Event event);
 
   Runtime& runtime_;
   EngineOptions options_;
   std::unique_ptr<model::StepRunner> runner_;
-  kvcache::PrefixIndex prefixes_;
-  ReplayPolicy replay_;
   std::unique_ptr<Speculator> speculator_;  // null: no drafter
   std::unique_ptr<kvcache::Tiers> tiers_;   // null: none
-  std::map<Rank, SequencePtr> waiting_;
-  std::map<Rank, SequencePtr> running_;
+  PrefixCache prefixes_;
+  std::map<Sequence::Rank, SequencePtr> waiting_;
+  std::map<Sequence::Rank, SequencePtr> running_;
   uint64_t arrivals_ = 0;
   EngineStats stats_;
 };
