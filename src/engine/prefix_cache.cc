@@ -26,17 +26,26 @@ std::span<const int32_t> all_but_last(const std::vector<int32_t>& tokens) {
 
 }  // namespace
 
-PrefixCache::PrefixCache(Runtime& runtime, const EngineOptions& options, kvcache::Tiers* tiers)
+PrefixCache::PrefixCache(Runtime& runtime,
+                         const LoadedModel& loaded,
+                         const EngineOptions& options,
+                         kvcache::Tiers* tiers)
     : runtime_(runtime),
+      model_(loaded.model()),
       enabled_(options.prefix_cache),
       keeps_states_(options.cached_states > 0),
       page_tokens_(runtime.layout().page_tokens),
-      replay_(runtime.model(), runtime.options().mode),
+      replay_(loaded.model(), runtime.options().mode),
       index_({.page_tokens = page_tokens_,
               .max_states = options.cached_states,
               .state_ttl = static_cast<double>(options.state_ttl.count()),
-              .root = runtime.cache_key()}),
+              .root = loaded.cache_key()}),
       tiers_(tiers) {}
+
+void PrefixCache::retire() {
+  enabled_ = false;
+  index_.clear();
+}
 
 std::span<const int32_t> PrefixCache::page_of(std::span<const int32_t> tokens,
                                               int64_t index) const {
@@ -48,7 +57,7 @@ std::span<const int32_t> PrefixCache::page_of(std::span<const int32_t> tokens,
 // ------------------------------------------------------------------------
 
 void PrefixCache::read_ahead(Sequence& sequence) {
-  if (tiers_ == nullptr || sequence.request.prompt_logprobs) {
+  if (tiers_ == nullptr || !enabled_ || sequence.request.prompt_logprobs) {
     return;
   }
   const std::span<const int32_t> tokens = all_but_last(sequence.tokens);
@@ -67,6 +76,9 @@ void PrefixCache::read_ahead(Sequence& sequence) {
 
 Status PrefixCache::absorb(Sequence& sequence) {
   const std::shared_ptr<const kvcache::Tiers::Load> load = std::exchange(sequence.load, nullptr);
+  if (load == nullptr || !enabled_) {
+    return {};
+  }
   int64_t pages = sequence.loaded_from;
   for (const kvcache::Tiers::Loaded::Item& item : load->wait().items) {
     const kvcache::Object& object = item.object;
@@ -151,7 +163,7 @@ Status PrefixCache::attach(Sequence& sequence, const Prefix& prefix) {
   ops::SequenceView& view = sequence.cache->view();
   view.length = from;
   view.lookback = model::engram_lookback(
-      runtime_.model(), std::span<const int32_t>(sequence.tokens).first(static_cast<size_t>(from)));
+      model_, std::span<const int32_t>(sequence.tokens).first(static_cast<size_t>(from)));
   return {};
 }
 
@@ -186,6 +198,7 @@ int64_t PrefixCache::next_stop(const Sequence& sequence) const {
 }
 
 void PrefixCache::keep(Sequence& sequence) {
+  sequence.keeping = sequence.keeping && enabled_;
   while (sequence.keeping && (sequence.kept_pages + 1) * page_tokens_ <= sequence.length()) {
     const std::span<const int32_t> page = page_of(sequence.tokens, sequence.kept_pages);
     const kvcache::PageRef& own = sequence.cache->page(sequence.kept_pages);

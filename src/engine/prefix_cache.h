@@ -27,12 +27,18 @@ struct Prefix {
 
 class PrefixCache {
  public:
-  // `runtime` and `tiers` (null: no stores) must outlive it.
-  PrefixCache(Runtime& runtime, const EngineOptions& options, kvcache::Tiers* tiers);
+  // Of requests that run on `loaded`. All references (null tiers: no stores) must outlive it.
+  PrefixCache(Runtime& runtime,
+              const LoadedModel& loaded,
+              const EngineOptions& options,
+              kvcache::Tiers* tiers);
+  // Gives up all that no request holds and keeps nothing more: other weights serve from now on.
+  void retire();
 
   // Starts to read what the stores have of a waiting request's prompt and the page pool has not.
   void read_ahead(Sequence& sequence);
-  // Takes what was read into the pools, as far as there is room. Blocks until it is there.
+  // Takes what was read into the pools, as far as there is room. Blocks until it is there. Nothing
+  // to be done without a read_ahead().
   Status absorb(Sequence& sequence);
 
   // The longest known prefix that serves the request, and the request without any.
@@ -67,6 +73,7 @@ class PrefixCache {
              const kvcache::PageRef& content);
 
   Runtime& runtime_;
+  const model::Model& model_;
   bool enabled_;
   bool keeps_states_;
   int64_t page_tokens_;

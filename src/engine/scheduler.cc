@@ -12,10 +12,7 @@ namespace cachalot::engine {
 Scheduler::Scheduler(Runtime& runtime,
                      const EngineOptions& options,
                      std::unique_ptr<kvcache::Tiers> tiers)
-    : runtime_(runtime),
-      options_(options),
-      tiers_(std::move(tiers)),
-      prefixes_(runtime, options, tiers_.get()) {
+    : runtime_(runtime), options_(options), tiers_(std::move(tiers)) {
   stats_.queue_seconds = Histogram::of_latencies();
   stats_.first_token_seconds = Histogram::of_latencies();
   stats_.inter_token_seconds = Histogram::of_latencies();
@@ -31,7 +28,7 @@ Result<std::unique_ptr<Scheduler>> Scheduler::create(Runtime& runtime,
                    options.max_running,
                    options.max_waiting);
   }
-  const int64_t context = runtime.model().config.max_position_embeddings;
+  const int64_t context = runtime.config().max_position_embeddings;
   if (options.max_context < 0 || options.max_context > context) {
     return invalid("max_context is {}, the model's context is {}", options.max_context, context);
   }
@@ -42,20 +39,71 @@ Result<std::unique_ptr<Scheduler>> Scheduler::create(Runtime& runtime,
     CACHALOT_TRY(tiers, kvcache::Tiers::open(runtime.layout(), options.tiers));
   }
   std::unique_ptr<Scheduler> scheduler(new Scheduler(runtime, resolved, std::move(tiers)));
-  CACHALOT_TRY(scheduler->runner_, runtime.make_runner());
-  if (!runtime.model().draft.empty()) {
-    scheduler->speculator_ =
-        std::make_unique<Speculator>(runtime.model().config, options.speculation);
+  CACHALOT_TRY(scheduler->current_, scheduler->make_instance(runtime.loaded()));
+  if (scheduler->current_->speculator != nullptr) {
     CACHALOT_TRY(const std::unique_ptr<kvcache::SequenceCache> cache, runtime.make_cache());
-    CACHALOT_RETURN_IF_ERROR(scheduler->speculator_->calibrate(*scheduler->runner_, *cache));
+    const int64_t block = 1 + runtime.config().dspark_block_size;
+    const int64_t pages = std::min(runtime.pages().max_pages(), resolved.max_context);
+    const int64_t most_rows = std::min({resolved.max_running * block,
+                                        std::max(resolved.chunk, block),
+                                        resolved.max_context,
+                                        pages * runtime.layout().page_tokens});
+    CACHALOT_RETURN_IF_ERROR(scheduler->current_->speculator->calibrate(
+        *scheduler->current_->runner, *cache, most_rows));
   }
   return scheduler;
+}
+
+// Weights. ----------------------------------------------------------------------------------------
+
+Result<std::shared_ptr<ModelInstance>> Scheduler::make_instance(
+    std::shared_ptr<const LoadedModel> loaded) {
+  auto instance =
+      std::make_shared<ModelInstance>(std::move(loaded), runtime_, options_, tiers_.get());
+  CACHALOT_TRY(instance->runner, runtime_.make_runner(*instance->loaded));
+  if (!instance->loaded->model().draft.empty()) {
+    instance->speculator = std::make_unique<Speculator>(instance->loaded->model().config,
+                                                        options_.speculation,
+                                                        instance->loaded->draft_temperatures());
+  }
+  return instance;
+}
+
+Status Scheduler::use(std::shared_ptr<const LoadedModel> loaded) {
+  CACHALOT_TRY(std::shared_ptr<ModelInstance> next, make_instance(std::move(loaded)));
+  if (next->speculator != nullptr) {
+    next->speculator->policy().learn_costs(current_->speculator->policy());
+  }
+  stats_.evictions += current_->prefixes.evictions();
+  ++stats_.weight_swaps;
+  current_->prefixes.retire();
+  replaced_.push_back(std::exchange(current_, std::move(next)));
+  runtime_.use(current_->loaded);
+  return {};
+}
+
+Result<std::shared_ptr<ModelInstance>> Scheduler::instance_of(
+    const std::shared_ptr<const LoadedModel>& loaded) {
+  if (loaded == nullptr || loaded == current_->loaded) {
+    return current_;
+  }
+  for (const std::weak_ptr<ModelInstance>& weak : replaced_) {
+    if (std::shared_ptr<ModelInstance> instance = weak.lock();
+        instance != nullptr && instance->loaded == loaded) {
+      return instance;
+    }
+  }
+  // Replaced, and all others of its requests have ended.
+  CACHALOT_TRY(std::shared_ptr<ModelInstance> instance, make_instance(loaded));
+  instance->prefixes.retire();
+  replaced_.push_back(instance);
+  return instance;
 }
 
 // Requests. ---------------------------------------------------------------------------------------
 
 Status Scheduler::check(const EngineRequest& request) const {
-  const int64_t vocab = runtime_.model().config.vocab_size;
+  const int64_t vocab = runtime_.config().vocab_size;
   const auto prompt = static_cast<int64_t>(request.prompt.size());
   if (prompt == 0) {
     return invalid("prompt has no tokens");
@@ -101,8 +149,15 @@ void Scheduler::add(RequestId id, EngineRequest request, EventSink sink) {
                                              rank,
                                              max_tokens,
                                              runtime_.tokenizer(),
-                                             runtime_.model().config.eos_token_id);
-  prefixes_.read_ahead(*sequence);
+                                             runtime_.config().eos_token_id);
+  Result<std::shared_ptr<ModelInstance>> instance =
+      instance_of(std::exchange(sequence->request.weights, nullptr));
+  if (!instance.ok()) {
+    finish(*sequence, {.status = instance.status()});
+    return;
+  }
+  sequence->instance = *std::move(instance);
+  sequence->instance->prefixes.read_ahead(*sequence);
   waiting_.emplace(rank, std::move(sequence));
 }
 
@@ -162,7 +217,8 @@ void Scheduler::send(Sequence& sequence, Event event) {
 
 void Scheduler::prepare() {
   end_expired();
-  prefixes_.expire(now_seconds());
+  current_->prefixes.expire(now_seconds());
+  std::erase_if(replaced_, [](const auto& instance) { return instance.expired(); });
   admit();
 }
 
@@ -213,31 +269,32 @@ bool Scheduler::fits(const Sequence& sequence, const Prefix& prefix) const {
 
 Result<bool> Scheduler::start(Sequence& sequence) {
   const bool resumed = !sequence.saved.empty();
+  PrefixCache& prefixes = sequence.instance->prefixes;
   if (sequence.load != nullptr) {
     if (!sequence.load->ready() && !running_.empty()) {
       return false;
     }
-    CACHALOT_RETURN_IF_ERROR(prefixes_.absorb(sequence));
+    CACHALOT_RETURN_IF_ERROR(prefixes.absorb(sequence));
   }
-  Prefix prefix = resumed ? Prefix() : prefixes_.find(sequence);
+  Prefix prefix = resumed ? Prefix() : prefixes.find(sequence);
   if (!fits(sequence, prefix)) {
     if (!running_.empty()) {
       return false;
     }
     // What the hit pins is what is missing.
-    prefix = prefixes_.cold(sequence);
+    prefix = prefixes.cold(sequence);
   }
   // A partly filled last page is copied, a preempted request brings all of its pages.
-  prefixes_.make_room(resumed ? pages_for(sequence.most_positions()) : 1);
+  current_->prefixes.make_room(resumed ? pages_for(sequence.most_positions()) : 1);
   Result<std::unique_ptr<kvcache::SequenceCache>> cache = runtime_.make_cache();
   if (!cache.ok()) {
     // Memory itself is short: wait for the others.
     return running_.empty() ? Result<bool>(cache.status()) : Result<bool>(false);
   }
   sequence.cache = *std::move(cache);
-  prefixes_.begin(sequence, prefix.length);
+  prefixes.begin(sequence, prefix.length);
   Status status =
-      resumed ? sequence.cache->restore(sequence.saved) : prefixes_.attach(sequence, prefix);
+      resumed ? sequence.cache->restore(sequence.saved) : prefixes.attach(sequence, prefix);
   if (!status.ok()) {
     sequence.cache.reset();
     return status;
@@ -283,7 +340,12 @@ EngineStats Scheduler::stats() const {
   EngineStats stats = stats_;
   stats.running = static_cast<int64_t>(running_.size());
   stats.waiting = waiting();
-  stats.evictions = prefixes_.evictions();
+  stats.evictions += current_->prefixes.evictions();
+  stats.weights = current_->loaded->fingerprint();
+  stats.weight_versions =
+      1 + std::count_if(replaced_.begin(), replaced_.end(), [](const auto& instance) {
+        return !instance.expired();
+      });
   if (tiers_ != nullptr) {
     stats.tiers = tiers_->stats();
   }

@@ -6,6 +6,9 @@
 // came first, half to the one with the least left, so that neither a long prompt nor a stream of
 // short ones starves the other.
 //
+// Every request belongs to the weights that were in use when it came. After a swap the steps of
+// both versions take turns until the last request of the old one has ended.
+//
 // Nothing here changes a result: a row's values depend on its own request alone, wherever its
 // prompt was cut, whatever ran beside it, and whether its rows were computed or found in a cache.
 //
@@ -16,10 +19,11 @@
 #include <map>
 #include <memory>
 #include <span>
+#include <vector>
 
 #include "engine/engine.h"
 #include "engine/logits.h"
-#include "engine/prefix_cache.h"
+#include "engine/model_instance.h"
 #include "engine/runtime.h"
 #include "engine/sequence.h"
 #include "kvcache/tiers.h"
@@ -55,6 +59,10 @@ class Scheduler {
     run(observer);
   }
 
+  // Requests that are added from here on run on these weights, which Runtime::load() gave; those
+  // that are here end on the ones they began on. An error leaves everything as it was.
+  Status use(std::shared_ptr<const LoadedModel> loaded);
+
   EngineStats stats() const;
   const EngineOptions& options() const { return options_; }
 
@@ -63,7 +71,11 @@ class Scheduler {
 
   Scheduler(Runtime& runtime, const EngineOptions& options, std::unique_ptr<kvcache::Tiers> tiers);
 
-  // Requests and admission: scheduler.cc.
+  // Weights, requests and admission: scheduler.cc.
+  Result<std::shared_ptr<ModelInstance>> make_instance(std::shared_ptr<const LoadedModel> loaded);
+  // Null: of the weights in use.
+  Result<std::shared_ptr<ModelInstance>> instance_of(
+      const std::shared_ptr<const LoadedModel>& loaded);
   void end_expired();
   void admit();
   // Whether the worst case fits beside what is promised to others.
@@ -81,9 +93,11 @@ class Scheduler {
   // Steps: scheduler_step.cc.
   void share_chunk();
   Status reserve(Sequence& sequence, int64_t positions);
-  // Gives every sequence that decodes its drafts.
-  Status propose();
-  Status run_batch(std::span<Sequence* const> members,
+  void run(ModelInstance& instance, model::Observer* observer);
+  // Gives every sequence of the instance that decodes its drafts.
+  Status propose(ModelInstance& instance);
+  Status run_batch(ModelInstance& instance,
+                   std::span<Sequence* const> members,
                    std::span<const model::StepSequence> batch,
                    model::Observer* observer);
   // The next tokens of a sequence with drafts, from the logits of its rows. Returns how many of the
@@ -95,10 +109,9 @@ class Scheduler {
 
   Runtime& runtime_;
   EngineOptions options_;
-  std::unique_ptr<model::StepRunner> runner_;
-  std::unique_ptr<Speculator> speculator_;  // null: no drafter
-  std::unique_ptr<kvcache::Tiers> tiers_;   // null: none
-  PrefixCache prefixes_;
+  std::unique_ptr<kvcache::Tiers> tiers_;  // null: none
+  std::shared_ptr<ModelInstance> current_;
+  std::vector<std::weak_ptr<ModelInstance>> replaced_;  // held by their requests
   std::map<Sequence::Rank, SequencePtr> waiting_;
   std::map<Sequence::Rank, SequencePtr> running_;
   uint64_t arrivals_ = 0;

@@ -42,7 +42,7 @@ void Scheduler::share_chunk() {
   for (const auto& [rank, sequence] : running_) {
     sequence->rows = sequence->decodes() ? 1 : 0;
     if (!sequence->decodes()) {
-      sequence->stop = prefixes_.next_stop(*sequence);
+      sequence->stop = sequence->instance->prefixes.next_stop(*sequence);
       prompts.push_back(sequence.get());
     }
   }
@@ -65,21 +65,21 @@ void Scheduler::share_chunk() {
 }
 
 Status Scheduler::reserve(Sequence& sequence, int64_t positions) {
-  prefixes_.make_room(pages_for(positions) - sequence.cache->page_count());
+  current_->prefixes.make_room(pages_for(positions) - sequence.cache->page_count());
   for (;;) {
     Status status = sequence.cache->reserve(positions);
     // A pool without bound ends where memory does.
-    if (status.code() != Code::kResourceExhausted || !prefixes_.evict()) {
+    if (status.code() != Code::kResourceExhausted || !current_->prefixes.evict()) {
       return status;
     }
   }
 }
 
-Status Scheduler::propose() {
+Status Scheduler::propose(ModelInstance& instance) {
   std::vector<Speculator::Member> members;
   std::vector<Sequence*> decoding;
   for (const auto& [rank, sequence] : running_) {
-    if (sequence->decodes()) {
+    if (sequence->instance.get() == &instance && sequence->decodes()) {
       members.push_back({.view = &sequence->cache->view(),
                          .anchor = sequence->tokens.back(),
                          .sampler = &sequence->output.sampler(),
@@ -92,7 +92,8 @@ Status Scheduler::propose() {
   if (members.empty()) {
     return {};
   }
-  CACHALOT_TRY(std::vector<Proposal> proposals, speculator_->propose(*runner_, members));
+  CACHALOT_TRY(std::vector<Proposal> proposals,
+               instance.speculator->propose(*instance.runner, members));
   for (size_t i = 0; i < decoding.size(); ++i) {
     Sequence& sequence = *decoding[i];
     sequence.drafts = std::move(proposals[i]);
@@ -106,13 +107,32 @@ Status Scheduler::propose() {
 }
 
 void Scheduler::run(model::Observer* observer) {
+  if (running_.empty()) {
+    return;
+  }
   share_chunk();
+  stats_.last_batch_rows = 0;
+  // Usually one. Requests of replaced weights have steps of their own until they end.
+  std::vector<std::shared_ptr<ModelInstance>> instances;
+  for (const auto& [rank, sequence] : running_) {
+    if (std::find(instances.begin(), instances.end(), sequence->instance) == instances.end()) {
+      instances.push_back(sequence->instance);
+    }
+  }
+  for (const std::shared_ptr<ModelInstance>& instance : instances) {
+    run(*instance, observer);
+  }
+  std::erase_if(running_, [](const auto& entry) { return entry.second->ended; });
+}
+
+void Scheduler::run(ModelInstance& instance, model::Observer* observer) {
   // Rejected rows have no place in what an observer sees: nothing is drafted for one.
-  Status outcome = speculator_ == nullptr || observer != nullptr ? Status() : propose();
+  Status outcome =
+      instance.speculator == nullptr || observer != nullptr ? Status() : propose(instance);
   std::vector<Sequence*> members;
   std::vector<model::StepSequence> batch;
   for (const auto& [rank, sequence] : running_) {
-    if (sequence->rows == 0) {
+    if (sequence->rows == 0 || sequence->instance.get() != &instance) {
       continue;
     }
     const int64_t end = sequence->length() + sequence->rows;
@@ -134,17 +154,17 @@ void Scheduler::run(model::Observer* observer) {
     members.push_back(sequence.get());
   }
   if (outcome.ok() && !members.empty()) {
-    outcome = run_batch(members, batch, observer);
+    outcome = run_batch(instance, members, batch, observer);
   }
   if (!outcome.ok()) {
     for (Sequence* sequence : members) {
       finish(*sequence, {.status = outcome});
     }
   }
-  std::erase_if(running_, [](const auto& entry) { return entry.second->ended; });
 }
 
-Status Scheduler::run_batch(std::span<Sequence* const> members,
+Status Scheduler::run_batch(ModelInstance& instance,
+                            std::span<Sequence* const> members,
                             std::span<const model::StepSequence> batch,
                             model::Observer* observer) {
   std::vector<int64_t> first_row, logit_rows;  // of each member's logits
@@ -161,23 +181,23 @@ Status Scheduler::run_batch(std::span<Sequence* const> members,
                        sequence.output.sampler().temperature());
     wanted = std::max(wanted, sequence.output.wanted());
   }
+  model::StepRunner& runner = *instance.runner;
   const double begin = now_seconds();
-  CACHALOT_TRY(const TensorView rows, runner_->run(batch, observer));
-  CACHALOT_TRY(const StepLogits logits, StepLogits::read(*runner_, rows, wanted, temperature));
+  CACHALOT_TRY(const TensorView rows, runner.run(batch, observer));
+  CACHALOT_TRY(const StepLogits logits, StepLogits::read(runner, rows, wanted, temperature));
   const double seconds = now_seconds() - begin;
   if (observer != nullptr) {
     CACHALOT_CHECK(members.size() == 1, members.size());
     const auto start =
         static_cast<int32_t>(std::max(members[0]->length(), members[0]->replay.decoder_from));
-    CACHALOT_TRY(const TensorView seen, runner_->on_host(rows));
+    CACHALOT_TRY(const TensorView seen, runner.on_host(rows));
     observer->visit("logits", seen, {.row_begin = {}, .start = {&start, 1}});
   }
   std::vector<int32_t> accepted;
-  int64_t decoding = 0, decode_rows = 0, decoded = 0;
-  stats_.last_batch_rows = 0;
+  int64_t batch_rows = 0, decoding = 0, decode_rows = 0, decoded = 0;
   for (size_t i = 0; i < members.size(); ++i) {
     Sequence& sequence = *members[i];
-    stats_.last_batch_rows += sequence.rows;
+    batch_rows += sequence.rows;
     const bool decodes = sequence.decodes();
     accepted.push_back(sequence.drafts.empty() ? static_cast<int32_t>(sequence.rows)
                                                : judge_drafts(sequence, logits, first_row[i]));
@@ -187,26 +207,28 @@ Status Scheduler::run_batch(std::span<Sequence* const> members,
       decoded += accepted.back();
     }
   }
-  if (speculator_ != nullptr && observer == nullptr && decoding > 0) {
-    if (decode_rows == stats_.last_batch_rows) {
-      speculator_->policy().record_step(decode_rows, seconds);
+  stats_.last_batch_rows += batch_rows;
+  Speculator* const speculator = instance.speculator.get();
+  if (speculator != nullptr && observer == nullptr && decoding > 0) {
+    if (decode_rows == batch_rows) {
+      speculator->policy().record_step(decode_rows, seconds);
     }
-    if (speculator_->drafted()) {
-      speculator_->policy().record_outcome(decoding, decode_rows, decoded);
+    if (speculator->drafted()) {
+      speculator->policy().record_outcome(decoding, decode_rows, decoded);
     }
   }
-  CACHALOT_RETURN_IF_ERROR(runner_->commit(accepted));
+  CACHALOT_RETURN_IF_ERROR(runner.commit(accepted));
   for (size_t i = 0; i < members.size(); ++i) {
-    prefixes_.keep(*members[i]);
+    instance.prefixes.keep(*members[i]);
     deliver(*members[i], logits, first_row[i], logit_rows[i]);
   }
-  if (observer != nullptr && speculator_ != nullptr && members[0]->left() > 0) {
+  if (observer != nullptr && speculator != nullptr && members[0]->left() > 0) {
     const Sequence& sequence = *members[0];
     const int32_t& next = sequence.tokens[static_cast<size_t>(sequence.length())];
     return visit_drafts(
-        *runner_,
+        runner,
         {.view = &sequence.cache->view(), .tokens = {&next, 1}, .replay = sequence.replay},
-        runtime_.model().config.dspark_block_size,
+        runtime_.config().dspark_block_size,
         *observer);
   }
   return {};
@@ -283,7 +305,7 @@ void Scheduler::deliver(Sequence& sequence,
   stats_.generated_tokens += event.tokens.size();
   if (event.done || !event.status.ok()) {
     if (event.done && sequence.output.count() > 0) {
-      prefixes_.keep_state(sequence);
+      sequence.instance->prefixes.keep_state(sequence);
     }
     finish(sequence, std::move(event));
   } else {

@@ -19,6 +19,8 @@
 
 namespace cachalot::engine {
 
+struct ModelInstance;
+
 struct Sequence {
   // Higher priorities first, then in the order of arrival.
   using Rank = std::pair<int64_t, uint64_t>;
@@ -49,6 +51,7 @@ struct Sequence {
   Output output;
   double submitted;
 
+  std::shared_ptr<ModelInstance> instance;        // the weights that all of it runs on
   std::vector<int32_t> tokens;                    // the prompt and the output so far
   std::vector<std::optional<TokenOutput>> score;  // of the prompt, where asked for
   std::unique_ptr<kvcache::SequenceCache> cache;  // while running
