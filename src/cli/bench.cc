@@ -658,6 +658,7 @@ void add_bench(CLI::App& app, Action& action) {
   prefill->add_option("--context", flags->context, "Tokens before the step; several: one each")
       ->check(CLI::Range(int64_t{0}, int64_t{1} << 24))
       ->capture_default_str();
+  add_bench_speculation(*command, action);
 }
 
 }  // namespace cachalot::cli
