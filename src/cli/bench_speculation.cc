@@ -1,6 +1,7 @@
 // cachalot bench speculation: whole generations with and without the drafter, in turns.
 #include <algorithm>
 #include <cstdio>
+#include <ctime>
 #include <memory>
 
 #include "base/clock.h"
@@ -42,6 +43,7 @@ struct Side {
 // What one generation took and what became of its drafts.
 struct Pass {
   double seconds = 0;
+  double processor = 0;  // seconds that its threads had a processor
   int64_t tokens = 0;
   int64_t drafted = 0;
   int64_t accepted = 0;
@@ -50,8 +52,10 @@ struct Pass {
 Result<Pass> generate(Side& side, const std::vector<engine::GenerateRequest>& requests) {
   Pass pass;
   const double begin = now_seconds();
+  const std::clock_t processor = std::clock();
   CACHALOT_TRY(const auto results, side.generator->generate(requests));
   pass.seconds = now_seconds() - begin;
+  pass.processor = static_cast<double>(std::clock() - processor) / CLOCKS_PER_SEC;
   for (const engine::GenerateResult& result : results) {
     pass.tokens += static_cast<int64_t>(result.token_ids.size());
     pass.drafted += result.draft_tokens;
@@ -99,7 +103,7 @@ Status bench_speculation(const SpeculationFlags& flags) {
     CACHALOT_TRY(Side off, Side::open(flags.run, "off", batch));
     CACHALOT_TRY(Side on, Side::open(flags.run, "dspark", batch));
     const int64_t vocab = off.runtime->config().vocab_size;
-    std::vector<double> ratios, noise;
+    std::vector<double> ratios, noise, processor_ratios, processor_noise;
     Pass total;
     double seconds = 0;
     // Measured from the first token on: learning what drafts are worth is part of the price.
@@ -113,6 +117,8 @@ Status bench_speculation(const SpeculationFlags& flags) {
       CACHALOT_TRY(const Pass after, generate(off, requests));
       ratios.push_back(2 * with.seconds / (before.seconds + after.seconds));
       noise.push_back(after.seconds / before.seconds);
+      processor_ratios.push_back(2 * with.processor / (before.processor + after.processor));
+      processor_noise.push_back(after.processor / before.processor);
       seconds += (before.seconds + after.seconds) / 2;
       total.tokens += with.tokens;
       total.drafted += with.drafted;
@@ -125,6 +131,9 @@ Status bench_speculation(const SpeculationFlags& flags) {
     write_quartiles(w, "ratio", ratios);
     w.field("ratio_first", ratios.front());
     write_quartiles(w, "noise", noise);
+    // Without the time in which others ran; on a device it says nothing.
+    write_quartiles(w, "processor_ratio", processor_ratios);
+    write_quartiles(w, "processor_noise", processor_noise);
     w.field("off_tokens_per_s", static_cast<double>(total.tokens) / seconds);
     w.field("drafted", total.drafted).field("accepted", total.accepted);
     w.field("tokens", total.tokens).end_object();
