@@ -39,7 +39,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   if (!parsed.ok()) {
     return 0;
   }
-  const auto job = [&]() -> Result<std::shared_ptr<const server::Job>> {
+  const auto job = [&]() -> Result<std::shared_ptr<server::Job>> {
     CACHALOT_TRY(server::GenerationRequest request, dialect.parse(*parsed, served()));
     return server::prepare(std::move(request), dialect, served());
   }();

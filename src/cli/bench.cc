@@ -660,6 +660,7 @@ void add_bench(CLI::App& app, Action& action) {
       ->check(CLI::Range(int64_t{0}, int64_t{1} << 24))
       ->capture_default_str();
   add_bench_serve(*command, action);
+  add_bench_speculation(*command, action);
 }
 
 }  // namespace cachalot::cli

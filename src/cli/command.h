@@ -22,6 +22,7 @@ void add_run(CLI::App& app, Action& action);
 void add_chat(CLI::App& app, Action& action);
 void add_serve(CLI::App& app, Action& action);
 void add_bench(CLI::App& app, Action& action);
+void add_bench_speculation(CLI::App& bench, Action& action);  // below add_bench()
 void add_train(CLI::App& app, Action& action);
 void add_export(CLI::App& app, Action& action);
 void add_eval(CLI::App& app, Action& action);

@@ -54,15 +54,16 @@ server::ServedModel served_model(const ServeFlags& flags,
                                  const engine::Runtime& runtime,
                                  const engine::Engine& engine) {
   server::ServedModel out;
-  const model::ModelConfig& config = runtime.model().config;
+  const model::ModelConfig& config = runtime.config();
   out.tokenizer = &runtime.tokenizer();
   out.vocab_size = config.vocab_size;
   const int64_t limit = engine.options().max_context;
   out.context = limit > 0 ? limit : config.max_position_embeddings;
   out.bos_id = static_cast<int32_t>(config.bos_token_id);
-  out.name = flags.names.empty()
-                 ? std::filesystem::weakly_canonical(runtime.directory()).filename().string()
-                 : flags.names.front();
+  out.name =
+      flags.names.empty()
+          ? std::filesystem::weakly_canonical(runtime.loaded()->directory()).filename().string()
+          : flags.names.front();
   for (size_t i = 1; i < flags.names.size(); ++i) {
     out.aliases.push_back(flags.names[i]);
   }
@@ -136,6 +137,9 @@ void add_serve(CLI::App& app, Action& action) {
                       "Name of the model in requests; default: the directory's (repeatable)");
   command->add_option(
       "--api-key", flags->app.api_keys, "Clients must send one of these keys (repeatable)");
+  command->add_option("--admin-key",
+                      flags->app.admin_keys,
+                      "Key of requests that swap the weights; default: the API keys (repeatable)");
   command->add_option("--max-body", flags->http.max_body, "Largest request body in bytes")
       ->capture_default_str();
   command->add_option("--max-connections", flags->http.max_connections)->capture_default_str();

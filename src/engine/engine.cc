@@ -6,7 +6,9 @@
 #include <thread>
 #include <utility>
 
+#include "base/clock.h"
 #include "base/format.h"
+#include "base/log.h"
 #include "engine/scheduler.h"
 
 namespace cachalot::engine {
@@ -20,6 +22,7 @@ class ThreadedEngine : public Engine {
       : runtime_(runtime),
         options_(scheduler->options()),
         stats_(scheduler->stats()),
+        weights_(runtime.loaded()),
         scheduler_(std::move(scheduler)),
         thread_([this] { run(); }) {}
 
@@ -57,6 +60,38 @@ class ThreadedEngine : public Engine {
       cancelled_.push_back(id);
     }
     wake_.notify_one();
+  }
+
+  std::shared_ptr<const LoadedModel> weights() const override {
+    const std::lock_guard lock(mutex_);
+    return weights_;
+  }
+
+  Status load_weights(const std::string& directory) override {
+    const std::unique_lock loading(loading_, std::try_to_lock);
+    if (!loading.owns_lock()) {
+      return error(Code::kUnavailable, "other weights are being loaded");
+    }
+    {
+      const std::lock_guard lock(mutex_);
+      if (draining_) {
+        return error(Code::kUnavailable, "the engine takes no new requests");
+      }
+      // Three copies of the weights are more than anybody plans for.
+      if (stats_.weight_versions > 1) {
+        return error(Code::kUnavailable,
+                     "requests still run on the weights before the present ones");
+      }
+    }
+    const double begin = now_seconds();
+    const Status status = load_and_use(directory);
+    if (status.ok()) {
+      log_info(
+          "weights {} are in use after {:.1f} s", weights()->fingerprint(), now_seconds() - begin);
+    } else {
+      log_warning("the weights stay as they were: {}", status.message());
+    }
+    return status;
   }
 
   EngineStats stats() const override {
@@ -98,6 +133,34 @@ class ThreadedEngine : public Engine {
     }
   }
 
+  Status load_and_use(const std::string& directory) {
+    CACHALOT_TRY(std::shared_ptr<const LoadedModel> loaded, runtime_.load(directory));
+    std::unique_lock lock(mutex_);
+    next_weights_ = std::move(loaded);
+    wake_.notify_one();
+    swapped_.wait(lock, [&] { return next_weights_ == nullptr; });
+    return swap_status_;
+  }
+
+  // On the engine thread, between steps.
+  void swap_weights() {
+    std::unique_lock lock(mutex_);
+    if (next_weights_ == nullptr) {
+      return;
+    }
+    // load_weights() waits, so nothing else changes it meanwhile.
+    lock.unlock();
+    Status status = scheduler_->use(next_weights_);
+    publish();
+    lock.lock();
+    if (status.ok()) {
+      weights_ = std::move(next_weights_);
+    }
+    next_weights_ = nullptr;
+    swap_status_ = std::move(status);
+    swapped_.notify_all();
+  }
+
   void run() {
     bool stop = false;
     while (!stop) {
@@ -107,7 +170,8 @@ class ThreadedEngine : public Engine {
       {
         std::unique_lock lock(mutex_);
         wake_.wait(lock, [&] {
-          return !scheduler_->idle() || !submitted_.empty() || !cancelled_.empty() || cancelling_;
+          return !scheduler_->idle() || !submitted_.empty() || !cancelled_.empty() || cancelling_ ||
+                 next_weights_ != nullptr;
         });
         submitted.swap(submitted_);
         cancelled.swap(cancelled_);
@@ -125,6 +189,7 @@ class ThreadedEngine : public Engine {
       if (cancel_all) {
         scheduler_->cancel_all();
       }
+      swap_weights();
       // What is admitted no longer waits, however long the step takes.
       scheduler_->prepare();
       publish();
@@ -146,6 +211,11 @@ class ThreadedEngine : public Engine {
   bool stopping_ = false;
   RequestId last_id_ = 0;
   EngineStats stats_;
+  std::shared_ptr<const LoadedModel> weights_;       // in use
+  std::shared_ptr<const LoadedModel> next_weights_;  // until the engine thread uses them
+  Status swap_status_;                               // what came of it
+  std::condition_variable swapped_;
+  std::mutex loading_;  // of load_weights()
 
   std::unique_ptr<Scheduler> scheduler_;
   std::thread thread_;  // last: it starts when all else is there

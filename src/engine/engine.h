@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "base/status.h"
+#include "engine/histogram.h"
 #include "engine/runtime.h"
 #include "engine/sampler.h"
 #include "engine/speculation.h"
@@ -53,6 +54,9 @@ struct EngineRequest {
       false;  // the prompt's own log-probabilities (echo); computed, never cached
   std::unique_ptr<TokenConstraint> constraint;
   int priority = 0;  // higher runs first
+  // As Engine::weights() gave them, so that requests that belong together run on the same; null:
+  // those in use when the engine takes it.
+  std::shared_ptr<const LoadedModel> weights;
   std::optional<std::chrono::steady_clock::time_point> deadline;
 };
 
@@ -101,12 +105,6 @@ struct PoolStats {
   int64_t total = 0;   // 0: bounded by memory alone
 };
 
-struct Histogram {
-  std::vector<double> bounds;    // upper bounds, seconds, ascending; +Inf is implied
-  std::vector<uint64_t> counts;  // bounds.size() + 1, not cumulative
-  double sum = 0;
-};
-
 // A consistent snapshot, cheap to take from any thread.
 struct EngineStats {
   int64_t running = 0;
@@ -123,6 +121,9 @@ struct EngineStats {
   uint64_t preemptions = 0;
   uint64_t evictions = 0;
   int64_t last_batch_rows = 0;  // rows of the last step
+  std::string weights;          // LoadedModel::fingerprint() of those in use
+  int64_t weight_versions = 0;  // in memory: those in use, and replaced ones with requests left
+  uint64_t weight_swaps = 0;
   std::vector<PoolStats> pools;
   std::vector<kvcache::TierStats> tiers;
   Histogram queue_seconds;
@@ -157,6 +158,15 @@ class Engine {
   // Everything of the request is freed before the next step; its last event is kCancelled. Unknown
   // and finished ids are ignored.
   virtual void cancel(RequestId id) = 0;
+
+  // The weights in use.
+  virtual std::shared_ptr<const LoadedModel> weights() const = 0;
+  // Loads a checkpoint of the same config and tokenizer and uses it for requests that come after
+  // this returns; those before end on the weights they came to, which are freed then. Blocks while
+  // the files are read. Errors leave everything as it was: as Runtime::load() gives them;
+  // kUnavailable: another swap is in progress, requests of the weights before these still run, or
+  // the engine drains.
+  virtual Status load_weights(const std::string& directory) = 0;
 
   virtual EngineStats stats() const = 0;
   virtual const EngineOptions& options() const = 0;

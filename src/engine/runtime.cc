@@ -1,6 +1,6 @@
 #include "engine/runtime.h"
 
-#include <algorithm>
+#include <filesystem>
 #include <limits>
 
 #include "base/clock.h"
@@ -8,7 +8,6 @@
 #include "base/format.h"
 #include "ops/registry.h"
 #include "quant/block.h"
-#include "text/token_classes.h"
 
 namespace cachalot::engine {
 
@@ -30,30 +29,13 @@ kvcache::CacheLayout cache_layout(const model::ModelConfig& config, int64_t page
 
 namespace {
 
-// Differs between checkpoints, as far as a sample of every tensor tells, and between ways to run
-// one: rows of one must not be found by another.
-Result<kvcache::PrefixKey> make_cache_key(const model::Checkpoint& checkpoint,
-                                          const std::vector<int32_t>& classes,
-                                          const RuntimeOptions& options) {
-  constexpr int64_t kSamples = 4, kSampleBytes = 64;
-  kvcache::PrefixKey key;
-  CACHALOT_TRY(const std::string config, read_file(checkpoint.directory() + "/config.json"));
-  key = key.then(config).then(classes);
-  for (const model::WeightSpec& spec : checkpoint.table()) {
-    const TensorView tensor = checkpoint.tensor(spec.name);
-    std::string sample = spec.name;
-    const int64_t bytes = tensor.bytes(), n = std::min(bytes, kSampleBytes);
-    for (int64_t i = 0; i < kSamples; ++i) {
-      const int64_t offset = (bytes - n) * i / (kSamples - 1);
-      sample.append(static_cast<const char*>(tensor.data) + offset, static_cast<size_t>(n));
-    }
-    key = key.then(sample);
-  }
-  return key.then(fmt::format("{} {} {} {}",
-                              ops::backend_name(options.backend),
-                              static_cast<int>(options.precision),
-                              static_cast<int>(options.mode),
-                              options.draft));
+std::string tokenizer_file(const std::string& directory) {
+  return directory + "/tokenizer.json";
+}
+
+Result<kvcache::PrefixKey> hash_tokenizer(const std::string& directory) {
+  CACHALOT_TRY(const std::string bytes, read_file(tokenizer_file(directory)));
+  return kvcache::PrefixKey().then(bytes);
 }
 
 }  // namespace
@@ -68,49 +50,25 @@ Result<std::unique_ptr<Runtime>> Runtime::open(const std::string& directory,
   }
   CACHALOT_TRY(ops::Memory* const memory, ops::backend_memory(options.backend));
   CACHALOT_TRY(model::Checkpoint checkpoint, model::Checkpoint::open(directory));
-  CACHALOT_TRY(text::Tokenizer tokenizer, text::Tokenizer::load(directory + "/tokenizer.json"));
-  std::unique_ptr<Runtime> runtime(new Runtime(std::move(checkpoint), std::move(tokenizer)));
-  const model::ModelConfig& config = runtime->checkpoint_.config();
-  if (runtime->tokenizer_.vocab_size() > config.vocab_size) {
-    return invalid("'{}/tokenizer.json' has {} tokens, vocab_size is {}",
-                   directory,
-                   runtime->tokenizer_.vocab_size(),
-                   config.vocab_size);
-  }
-  runtime->directory_ = directory;
-  runtime->options_ = options;
-  std::vector<int32_t> classes;
-  if (!config.engram_layer_ids.empty()) {
-    CACHALOT_TRY(classes,
-                 text::token_class_map(
-                     runtime->tokenizer_, config.vocab_size, config.engram_compressed_vocab_size)
-                     .with(directory + "/tokenizer.json"));
-  }
-  CACHALOT_TRY(runtime->cache_key_, make_cache_key(runtime->checkpoint_, classes, options));
-  model::ModelWeights weights = runtime->checkpoint_.weights();
-  if (!options.draft) {
-    weights.draft = {};
-  } else if (weights.draft.stages.empty()) {
-    return invalid("'{}/config.json': num_nextn_predict_layers is 0: there is no drafter",
-                   directory);
-  }
-  if (memory->device() != Device::kCpu) {
-    CACHALOT_TRY(runtime->device_weights_, model::copy_to_device(weights, *memory));
-    weights = runtime->device_weights_.weights;
-  }
-  CACHALOT_TRY(runtime->model_, model::make_model(config, std::move(weights), std::move(classes)));
-  for (const model::LayerSpec& layer : runtime->model_.layers) {
+  CACHALOT_TRY(text::Tokenizer tokenizer, text::Tokenizer::load(tokenizer_file(directory)));
+  std::unique_ptr<Runtime> runtime(new Runtime(options, std::move(tokenizer)));
+  CACHALOT_TRY(runtime->tokenizer_key_, hash_tokenizer(directory));
+  CACHALOT_TRY(runtime->loaded_,
+               LoadedModel::make(std::move(checkpoint), runtime->tokenizer_, options));
+  runtime->config_ = runtime->model().config;
+  for (const model::LayerSpec& layer : runtime->model().layers) {
     // A replay leaves out decoder rows: the taps of other layers would have more of them.
     const bool apart = !layer.decoder || layer.kv_source == layer.index;
-    if (!runtime->model_.draft.empty() && options.mode != Mode::kExact && layer.tap >= 0 && apart) {
+    if (!runtime->model().draft.empty() && options.mode != Mode::kExact && layer.tap >= 0 &&
+        apart) {
       return error(Code::kUnimplemented,
                    "dspark_target_layer_ids has layer {}, which a replay does not reach with the "
                    "rows of the last layers; use --mode exact",
                    layer.index);
     }
   }
-  runtime->layout_ = cache_layout(runtime->model_.config, options.page_tokens);
-  runtime->layout_.draft_stages = static_cast<int64_t>(runtime->model_.draft.size());
+  runtime->layout_ = cache_layout(runtime->config_, options.page_tokens);
+  runtime->layout_.draft_stages = static_cast<int64_t>(runtime->model().draft.size());
   const int64_t max_pages = options.max_cached_tokens > 0
                                 ? (options.max_cached_tokens + runtime->layout_.page_tokens - 1) /
                                       runtime->layout_.page_tokens
@@ -124,11 +82,33 @@ Result<std::unique_ptr<Runtime>> Runtime::open(const std::string& directory,
   return runtime;
 }
 
-Result<std::unique_ptr<model::StepRunner>> Runtime::make_runner() {
+Result<std::shared_ptr<const LoadedModel>> Runtime::load(const std::string& directory) const {
+  // A link that is set to another checkpoint meanwhile must not mix the two.
+  std::error_code code;
+  const std::string target = std::filesystem::canonical(directory, code).string();
+  if (code) {
+    return error(Code::kNotFound, "'{}': {}", directory, code.message());
+  }
+  CACHALOT_TRY(const std::string json, read_file(target + "/config.json"));
+  CACHALOT_TRY(const model::ModelConfig config, model::parse_config(json, target + "/config.json"));
+  if (config != config_) {
+    return invalid("'{}/config.json' is not of the model that is served: {}",
+                   target,
+                   config_difference(config, config_));
+  }
+  CACHALOT_TRY(const kvcache::PrefixKey tokenizer_key, hash_tokenizer(target));
+  if (tokenizer_key != tokenizer_key_) {
+    return invalid("'{}/tokenizer.json' differs from that of the model that is served", target);
+  }
+  CACHALOT_TRY(model::Checkpoint checkpoint, model::Checkpoint::open(target));
+  return LoadedModel::make(std::move(checkpoint), tokenizer_, options_);
+}
+
+Result<std::unique_ptr<model::StepRunner>> Runtime::make_runner(const LoadedModel& loaded) {
   ops::OpContext context;
   context.backend = options_.backend;
   context.pool = options_.backend == ops::Backend::kCpu ? threads_.get() : nullptr;
-  return model::StepRunner::create(model_, context, options_.precision);
+  return model::StepRunner::create(loaded.model(), context, options_.precision);
 }
 
 }  // namespace cachalot::engine

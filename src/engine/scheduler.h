@@ -6,6 +6,9 @@
 // came first, half to the one with the least left, so that neither a long prompt nor a stream of
 // short ones starves the other.
 //
+// Every request belongs to the weights that were in use when it came. After a swap the steps of
+// both versions take turns until the last request of the old one has ended.
+//
 // Nothing here changes a result: a row's values depend on its own request alone, wherever its
 // prompt was cut, whatever ran beside it, and whether its rows were computed or found in a cache.
 //
@@ -16,16 +19,14 @@
 #include <map>
 #include <memory>
 #include <span>
-#include <string>
-#include <utility>
 #include <vector>
 
 #include "engine/engine.h"
 #include "engine/logits.h"
-#include "engine/output.h"
-#include "engine/replay.h"
+#include "engine/model_instance.h"
 #include "engine/runtime.h"
-#include "kvcache/prefix_index.h"
+#include "engine/sequence.h"
+#include "kvcache/tiers.h"
 #include "model/observer.h"
 #include "model/step.h"
 
@@ -58,58 +59,45 @@ class Scheduler {
     run(observer);
   }
 
+  // Requests that are added from here on run on these weights, which Runtime::load() gave; those
+  // that are here end on the ones they began on. An error leaves everything as it was.
+  Status use(std::shared_ptr<const LoadedModel> loaded);
+
   EngineStats stats() const;
   const EngineOptions& options() const { return options_; }
 
  private:
-  struct Sequence;
   using SequencePtr = std::unique_ptr<Sequence>;
-  // Higher priorities first, then in the order of arrival.
-  using Rank = std::pair<int64_t, uint64_t>;
 
-  Scheduler(Runtime& runtime, const EngineOptions& options);
+  Scheduler(Runtime& runtime, const EngineOptions& options, std::unique_ptr<kvcache::Tiers> tiers);
 
+  // Weights, requests and admission: scheduler.cc.
+  Result<std::shared_ptr<ModelInstance>> make_instance(std::shared_ptr<const LoadedModel> loaded);
+  // Null: of the weights in use.
+  Result<std::shared_ptr<ModelInstance>> instance_of(
+      const std::shared_ptr<const LoadedModel>& loaded);
   void end_expired();
   void admit();
-  // What a request goes on from: the compressed rows of [0, length), and the window state there or
-  // a replay that rebuilds it.
-  struct Prefix {
-    int64_t length = 0;
-    std::vector<kvcache::PageRef> pages;
-    kvcache::PageRef state;
-    model::Replay replay;
-  };
-  Prefix find_prefix(Sequence& sequence);
-  Status attach(Sequence& sequence, const Prefix& prefix);
   // Whether the worst case fits beside what is promised to others.
   bool fits(const Sequence& sequence, const Prefix& prefix) const;
   // False: there is no room now, or its prefix is still being read.
   Result<bool> start(Sequence& sequence);
-  // Starts to read what the stores have of the prompt and the page pool has not.
-  void read_ahead(Sequence& sequence);
-  // Takes what was read, from the prompt's page `first_page` on, into the pools, as far as there is
-  // room.
-  Status absorb(const kvcache::Tiers::Loaded& loaded, int64_t first_page);
-  void store(kvcache::ObjectKind kind,
-             const kvcache::PrefixKey& parent,
-             std::span<const int32_t> tokens,
-             const Sequence& sequence,
-             const kvcache::PageRef& content);
   bool preempt_below(int64_t priority);
   // Pages that a request can still need.
   int64_t pages_missing(const Sequence& sequence) const;
   int64_t pages_for(int64_t positions) const;
-  // Gives up cached pages until `pages` are free, as far as that goes.
-  void make_room(int64_t pages);
-  Status reserve(Sequence& sequence, int64_t positions);
+  // The last event of a sequence; it leaves `running_` at the end of the step.
+  void finish(Sequence& sequence, Event event);
+  void send(Sequence& sequence, Event event);
 
+  // Steps: scheduler_step.cc.
   void share_chunk();
-  // The next position at which a chunk of the sequence must end: where its window state is kept, or
-  // its last token.
-  int64_t next_stop(const Sequence& sequence) const;
-  // Gives every sequence that decodes its drafts.
-  Status propose();
-  Status run_batch(std::span<Sequence* const> members,
+  Status reserve(Sequence& sequence, int64_t positions);
+  void run(ModelInstance& instance, model::Observer* observer);
+  // Gives every sequence of the instance that decodes its drafts.
+  Status propose(ModelInstance& instance);
+  Status run_batch(ModelInstance& instance,
+                   std::span<Sequence* const> members,
                    std::span<const model::StepSequence> batch,
                    model::Observer* observer);
   // The next tokens of a sequence with drafts, from the logits of its rows. Returns how many of the
@@ -118,21 +106,14 @@ class Scheduler {
   // Hands out what rows [first_row, first_row + rows) of the logits say, those of the sequence's
   // last rows.
   void deliver(Sequence& sequence, const StepLogits& logits, int64_t first_row, int64_t rows);
-  void keep(Sequence& sequence);
-  void keep_state(Sequence& sequence);
-  // The last event of a sequence; it leaves `running_` at the end of the step.
-  void finish(Sequence& sequence, Event event);
-  void send(Sequence& sequence, Event event);
 
   Runtime& runtime_;
   EngineOptions options_;
-  std::unique_ptr<model::StepRunner> runner_;
-  kvcache::PrefixIndex prefixes_;
-  ReplayPolicy replay_;
-  std::unique_ptr<Speculator> speculator_;  // null: no drafter
-  std::unique_ptr<kvcache::Tiers> tiers_;   // null: none
-  std::map<Rank, SequencePtr> waiting_;
-  std::map<Rank, SequencePtr> running_;
+  std::unique_ptr<kvcache::Tiers> tiers_;  // null: none
+  std::shared_ptr<ModelInstance> current_;
+  std::vector<std::weak_ptr<ModelInstance>> replaced_;  // held by their requests
+  std::map<Sequence::Rank, SequencePtr> waiting_;
+  std::map<Sequence::Rank, SequencePtr> running_;
   uint64_t arrivals_ = 0;
   EngineStats stats_;
 };

@@ -16,12 +16,13 @@ constexpr double kLeastProbability = 1e-8;
 // Drafts are drawn from so many of the best tokens: any distribution is good enough to draw drafts
 // from, and this one is small enough to keep until they are judged.
 constexpr int64_t kDraftCandidates = kRankedTokens;
-constexpr double kCostMemory = 0.8;      // weight of older measurements of a step size
+constexpr double kCalibrationSeconds = 0.25;
 constexpr double kOutcomeMemory = 0.95;  // of older steps
 constexpr int64_t kTrial = 6;            // steps with drafts before they are judged
 constexpr int64_t kRetrial = 3;          // after a pause
 constexpr int64_t kFirstPause = 128;     // steps
 constexpr int64_t kLongestPause = 4096;
+constexpr int64_t kPlainEvery = 64;  // steps with drafts: at most 1.6 % of the gain
 
 double sigmoid(double x) {
   return 1.0 / (1.0 + std::exp(-x));
@@ -70,15 +71,20 @@ Decided<Verdict> judge(const Sampler& sampler,
 }
 
 void StepCost::record(int64_t rows, double seconds) {
-  const auto [at, is_new] = measured_.try_emplace(rows, seconds);
-  if (!is_new) {
-    at->second = kCostMemory * at->second + (1 - kCostMemory) * seconds;
-  }
+  Samples& samples = measured_[rows];
+  const auto window = static_cast<int64_t>(samples.last.size());
+  samples.last[static_cast<size_t>(samples.count++ % window)] = seconds;
+  const int64_t filled = std::min(samples.count, window);
+  std::vector<double> sorted(samples.last.begin(), samples.last.begin() + filled);
+  std::sort(sorted.begin(), sorted.end());
+  // Of an even number the lower: noise only adds.
+  samples.median = sorted[static_cast<size_t>((filled - 1) / 2)];
 }
 
 double StepCost::seconds(double rows) const {
   double most = 0, slope = 0, at = 0;
-  for (const auto& [size, seconds] : measured_) {
+  for (const auto& [size, samples] : measured_) {
+    const double seconds = samples.median;
     const auto x = static_cast<double>(size);
     if (x >= rows) {
       const double next = std::max(seconds, most);
@@ -136,12 +142,14 @@ bool DraftPolicy::next(int64_t requests) {
     --wait_;
     return false;
   }
-  if (trial_ < kTrial) {
-    return true;
-  }
-  if (pays(requests)) {
-    pause_ = 0;
-    return true;
+  const bool undecided = trial_ < kTrial;
+  if (undecided || pays(requests)) {
+    pause_ = undecided ? pause_ : 0;
+    if (++since_plain_ <= kPlainEvery) {
+      return true;
+    }
+    since_plain_ = 0;
+    return false;
   }
   pause_ = std::clamp(2 * pause_, kFirstPause, kLongestPause);
   wait_ = pause_ - 1;
@@ -158,37 +166,54 @@ void DraftPolicy::record_outcome(int64_t requests, int64_t rows, int64_t tokens)
   }
 }
 
-Status Speculator::calibrate(model::StepRunner& runner, kvcache::SequenceCache& cache) {
-  const int64_t most = 1 + config_.dspark_block_size;
-  CACHALOT_RETURN_IF_ERROR(cache.reserve(most));
-  const std::vector<int32_t> tokens(static_cast<size_t>(most));
-  // The first pass reads weights that later steps find in memory; it is not counted.
+Status Speculator::calibrate(model::StepRunner& runner,
+                             kvcache::SequenceCache& cache,
+                             int64_t most_rows) {
+  const std::vector<int32_t> tokens(static_cast<size_t>(most_rows));
   const std::vector<float> temperature(tokens.size(), 1.0f);
+  const double started = now_seconds();
   const auto read = [&](const TensorView& logits) {
     const auto n = static_cast<size_t>(logits.dim(0));
     return StepLogits::read(runner, logits, kRankedTokens, {temperature.data(), n}).status();
   };
-  for (const bool counts : {false, true}) {
-    for (const int64_t rows : {int64_t{1}, int64_t{2}, most}) {
-      const model::StepSequence sequence{.view = &cache.view(),
-                                         .tokens = {tokens.data(), static_cast<size_t>(rows)},
-                                         .all_logits = true};
-      const double begin = now_seconds();
-      CACHALOT_TRY(const TensorView logits, runner.run({&sequence, 1}));
-      CACHALOT_RETURN_IF_ERROR(read(logits));
-      if (counts) {
-        policy_.record_step(rows, now_seconds() - begin);
-      }
-    }
+  const auto draft = [&]() -> Status {
     const model::StepSequence anchor{.view = &cache.view(), .tokens = {tokens.data(), 1}};
-    const double begin = now_seconds();
     CACHALOT_RETURN_IF_ERROR(runner.draft({&anchor, 1}));
     for (int64_t k = 0; k < config_.dspark_block_size; ++k) {
       CACHALOT_TRY(const model::DraftLogits next, runner.next_draft({tokens.data(), 1}));
       CACHALOT_RETURN_IF_ERROR(read(next.logits));
     }
-    if (counts) {
+    return {};
+  };
+  // The first pass reads weights that later steps find in memory; it is not counted.
+  constexpr int kPasses = 4;
+  for (int pass = 0; pass < kPasses; ++pass) {
+    const double begin = now_seconds();
+    CACHALOT_RETURN_IF_ERROR(draft());
+    if (pass > 0) {
       policy_.record_draft(1, now_seconds() - begin);
+    }
+  }
+  for (int64_t rows = 1; rows <= most_rows; rows *= 2) {
+    CACHALOT_RETURN_IF_ERROR(cache.reserve(rows));
+    for (int pass = 0; pass < kPasses; ++pass) {
+      const model::StepSequence sequence{.view = &cache.view(),
+                                         .tokens = {tokens.data(), static_cast<size_t>(rows)},
+                                         .all_logits = true};
+      const double begin = now_seconds();
+      const Result<TensorView> logits = runner.run({&sequence, 1});
+      const Status status = logits.ok() ? read(*logits) : logits.status();
+      if (status.code() == Code::kResourceExhausted && rows > 2) {
+        return {};
+      }
+      CACHALOT_RETURN_IF_ERROR(status);
+      if (pass > 0) {
+        policy_.record_step(rows, now_seconds() - begin);
+      }
+      // The first two sizes say what a row costs; the others may come from use.
+      if (rows > 2 && now_seconds() - started > kCalibrationSeconds) {
+        return {};
+      }
     }
   }
   return {};
@@ -235,8 +260,11 @@ Result<std::vector<Proposal>> Speculator::propose(model::StepRunner& runner,
       previous[i] = from.pick(sampler.uniform(Draw::kDraft, static_cast<uint64_t>(k))).value();
       if (k < members[i].most) {
         const double before = k == 0 ? 1.0 : survival[i].back();
+        const double calibration =
+            temperatures_.empty() ? 1.0 : temperatures_[static_cast<size_t>(k)];
+        const double confidence = sigmoid(rows.confidence.as<float>()[i] / calibration);
         // A NaN becomes 0: nothing is known of that draft.
-        survival[i].push_back(std::fmax(before * sigmoid(rows.confidence.as<float>()[i]), 0.0));
+        survival[i].push_back(std::fmax(before * confidence, 0.0));
         proposals[i].push_back({previous[i], std::move(from)});
       }
     }

@@ -7,9 +7,11 @@
 // speed of the machine has a say in it.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <map>
 #include <span>
+#include <utility>
 #include <vector>
 
 #include "base/status.h"
@@ -42,14 +44,20 @@ Decided<Verdict> judge(const Sampler& sampler,
 // Seconds of a step by its rows.
 class StepCost {
  public:
-  // Averaged over time with what was measured for the same number of rows.
+  // The median of the last measurements of each number of rows counts: one that the machine
+  // disturbed does not.
   void record(int64_t rows, double seconds);
   // Interpolated between measured sizes, extrapolated at the last slope; never less than for fewer
   // rows. 0 if nothing was measured.
   double seconds(double rows) const;
 
  private:
-  std::map<int64_t, double> measured_;
+  struct Samples {
+    std::array<double, 5> last{};
+    int64_t count = 0;
+    double median = 0;
+  };
+  std::map<int64_t, Samples> measured_;
 };
 
 // How many drafts of each request to verify. survival[r][j]: the probability that drafts 1 .. j + 1
@@ -62,7 +70,8 @@ std::vector<int64_t> verify_lengths(const StepCost& cost,
                                     const std::vector<std::vector<double>>& survival);
 
 // Whether drafting pays, from what recent steps cost and gave. If not, it is left alone for a while
-// and tried again, more and more seldom.
+// and tried again, more and more seldom. While it does, a plain step now and then keeps the
+// measured cost of plain steps true.
 class DraftPolicy {
  public:
   // Whether the next decode step, of `requests`, should draft. To be asked once per step.
@@ -74,6 +83,12 @@ class DraftPolicy {
   // What a step with drafts gave: output tokens of its requests, and the rows that it ran.
   void record_outcome(int64_t requests, int64_t rows, int64_t tokens);
 
+  // Takes over what another policy knows of the machine; what drafts gave is of its own model.
+  void learn_costs(const DraftPolicy& other) {
+    step_ = other.step_;
+    draft_ = other.draft_;
+  }
+
   const StepCost& step() const { return step_; }
   const StepCost& draft() const { return draft_; }
 
@@ -83,9 +98,10 @@ class DraftPolicy {
   StepCost step_, draft_;
   // Decaying sums over the steps with drafts since the last pause.
   double requests_ = 0, rows_ = 0, tokens_ = 0;
-  int64_t trial_ = 0;  // such steps
-  int64_t wait_ = 0;   // steps left of a pause
-  int64_t pause_ = 0;  // length of the last pause
+  int64_t trial_ = 0;        // such steps
+  int64_t wait_ = 0;         // steps left of a pause
+  int64_t pause_ = 0;        // length of the last pause
+  int64_t since_plain_ = 0;  // steps with drafts since the last without
 };
 
 struct SpeculationOptions {
@@ -98,12 +114,16 @@ using Proposal = std::vector<Draft>;
 // Drafts for the decoding requests of one step runner.
 class Speculator {
  public:
-  Speculator(const model::ModelConfig& config, SpeculationOptions options)
-      : config_(config), options_(options) {}
+  // `temperatures`: of the confidence of each draft position (draft_calibration.h); empty: 1.
+  Speculator(const model::ModelConfig& config,
+             SpeculationOptions options,
+             std::vector<double> temperatures = {})
+      : config_(config), options_(options), temperatures_(std::move(temperatures)) {}
 
-  // Measures steps and a draft of one request on an empty cache, so that the first decisions have
-  // something to go by; decode refreshes it.
-  Status calibrate(model::StepRunner& runner, kvcache::SequenceCache& cache);
+  // Measures a draft of one request, and steps of 1, 2, 4, ... up to `most_rows` rows, on an empty
+  // cache, so that the first decisions have something to go by; decode refreshes it. Ends
+  // early after a quarter of a second, or where the memory of a step does.
+  Status calibrate(model::StepRunner& runner, kvcache::SequenceCache& cache, int64_t most_rows);
 
   // A request whose newest token is `anchor`.
   struct Member {
@@ -125,6 +145,7 @@ class Speculator {
  private:
   const model::ModelConfig& config_;
   SpeculationOptions options_;
+  std::vector<double> temperatures_;
   DraftPolicy policy_;
   bool drafted_ = false;
 };

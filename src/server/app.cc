@@ -71,7 +71,7 @@ struct App::Route {
   std::string_view method;
   std::string_view path;   // without its base
   const Dialect* dialect;  // of errors, and of generation
-  bool open;               // needs no key
+  Access access;
   void (*run)(App&, const Call&);
 };
 
@@ -80,57 +80,78 @@ const std::vector<App::Route>& App::routes() {
       {"POST",
        "/chat/completions",
        &kChatCompletions,
-       false,
+       Access::kKey,
        [](App& app, const Call& call) { app.generate(call, kChatCompletions); }},
       {"POST",
        "/completions",
        &kCompletions,
-       false,
+       Access::kKey,
        [](App& app, const Call& call) { app.generate(call, kCompletions); }},
       {"POST",
        "/messages",
        &kMessages,
-       false,
+       Access::kKey,
        [](App& app, const Call& call) { app.generate(call, kMessages); }},
       {"POST",
        "/messages/count_tokens",
        &kMessages,
-       false,
+       Access::kKey,
        [](App& app, const Call& call) { app.count_tokens(call); }},
       {"POST",
        "/responses",
        &kResponses,
-       false,
+       Access::kKey,
        [](App& app, const Call& call) { app.generate(call, kResponses); }},
       {"GET",
        "/models",
        &kChatCompletions,
-       false,
+       Access::kKey,
        [](App& app, const Call& call) { app.models(call); }},
       {"GET",
        "/models/",
        &kChatCompletions,
-       false,
+       Access::kKey,
        [](App& app, const Call& call) { app.models(call); }},
       {"POST",
        "/tokenize",
        &kCompletions,
-       false,
+       Access::kKey,
        [](App& app, const Call& call) { app.tokenize(call); }},
       {"POST",
        "/detokenize",
        &kCompletions,
-       false,
+       Access::kKey,
        [](App& app, const Call& call) { app.detokenize(call); }},
-      {"GET", "/stats", &kCompletions, false, [](App& app, const Call& call) { app.stats(call); }},
+      {"POST",
+       "/update_weights_from_disk",
+       &kCompletions,
+       Access::kAdmin,
+       [](App& app, const Call& call) { app.update_weights(call); }},
+      {"GET",
+       "/stats",
+       &kCompletions,
+       Access::kKey,
+       [](App& app, const Call& call) { app.stats(call); }},
       {"GET",
        "/metrics",
        &kCompletions,
-       true,
+       Access::kOpen,
        [](App& app, const Call& call) { app.metrics(call); }},
-      {"GET", "/health", &kCompletions, true, [](App& app, const Call& call) { app.health(call); }},
-      {"GET", "/ready", &kCompletions, true, [](App& app, const Call& call) { app.ready(call); }},
-      {"GET", "/", &kCompletions, true, [](App& app, const Call& call) { app.page(call); }},
+      {"GET",
+       "/health",
+       &kCompletions,
+       Access::kOpen,
+       [](App& app, const Call& call) { app.health(call); }},
+      {"GET",
+       "/ready",
+       &kCompletions,
+       Access::kOpen,
+       [](App& app, const Call& call) { app.ready(call); }},
+      {"GET",
+       "/",
+       &kCompletions,
+       Access::kOpen,
+       [](App& app, const Call& call) { app.page(call); }},
   };
   return table;
 }
@@ -176,22 +197,22 @@ void App::handle(HttpRequest request, std::shared_ptr<Exchange> exchange) {
                   404, "there is no such endpoint", "invalid_request_error", "unknown_endpoint"));
     return;
   }
-  if (!route->open) {
-    if (const Status access = check_access(request); !access.ok()) {
-      const bool foreign = access.code() == Code::kFailedPrecondition;
+  if (route->access != Access::kOpen) {
+    if (const Status access = check_access(request, route->access); !access.ok()) {
+      const bool forbidden = access.code() == Code::kFailedPrecondition;
       refuse(call,
              *route->dialect,
-             make_error(foreign ? 403 : 401,
+             make_error(forbidden ? 403 : 401,
                         access.message(),
-                        foreign ? "permission_error" : "authentication_error",
-                        foreign ? "foreign_origin" : "invalid_api_key"));
+                        forbidden ? "permission_error" : "authentication_error",
+                        forbidden ? "forbidden" : "invalid_api_key"));
       return;
     }
   }
   route->run(*this, call);
 }
 
-Status App::check_access(const HttpRequest& request) const {
+Status App::check_access(const HttpRequest& request, Access access) const {
   // A page of another site can make a browser send requests here; without an answer that names its
   // origin it cannot read what comes back, but it must not cost work either.
   const std::string_view origin = request.header("origin");
@@ -199,12 +220,17 @@ Status App::check_access(const HttpRequest& request) const {
   if (scheme != std::string_view::npos && origin.substr(scheme + 3) != request.header("host")) {
     return error(Code::kFailedPrecondition, "requests from pages of another origin are refused");
   }
-  if (options_.api_keys.empty()) {
-    return {};
+  const bool admin = access == Access::kAdmin;
+  const std::vector<std::string>& keys =
+      admin && !options_.admin_keys.empty() ? options_.admin_keys : options_.api_keys;
+  if (keys.empty()) {
+    return admin ? error(Code::kFailedPrecondition,
+                         "this needs a server that was started with --admin-key or --api-key")
+                 : Status();
   }
   const std::string_view key = given_key(request);
   bool known = false;
-  for (const std::string& expected : options_.api_keys) {
+  for (const std::string& expected : keys) {
     known = same_secret(key, expected) || known;
   }
   return known ? Status() : error(Code::kInvalidArgument, "the API key is missing or unknown");
@@ -260,7 +286,8 @@ void App::generate(const Call& call, const Dialect& dialect) {
     refuse(call, dialect, api_error(body.error()));
     return;
   }
-  const auto job = [&]() -> Result<std::shared_ptr<const Job>> {
+  const std::shared_ptr<const engine::LoadedModel> weights = engine_.load()->weights();
+  const auto job = [&]() -> Result<std::shared_ptr<Job>> {
     CACHALOT_TRY(GenerationRequest request, dialect.parse(*body, *model_));
     return prepare(std::move(request), dialect, *model_);
   }();
@@ -268,9 +295,15 @@ void App::generate(const Call& call, const Dialect& dialect) {
     refuse(call, dialect, api_error(job.error(), &*body));
     return;
   }
-  run_job(*engine_, *job, dialect, call.exchange, [this, endpoint = call.endpoint](int status) {
-    counts_.add(endpoint, status);
-  });
+  if (weights != nullptr) {
+    (*job)->fingerprint += "-" + weights->fingerprint();
+  }
+  run_job(*engine_,
+          *job,
+          weights,
+          dialect,
+          call.exchange,
+          [this, endpoint = call.endpoint](int status) { counts_.add(endpoint, status); });
 }
 
 void App::count_tokens(const Call& call) {
@@ -364,6 +397,47 @@ void App::detokenize(const Call& call) {
     status = text.error();
   }
   refuse(call, kCompletions, api_error(status, &body));
+}
+
+// The body of POST /update_weights_from_disk: {"model_path": directory}, as SGLang has it.
+void App::update_weights(const Call& call) {
+  Status status = check_ready();
+  Json body;
+  if (!status.ok()) {
+    refuse(call, kCompletions, api_error(status));
+    return;
+  }
+  const auto directory = [&]() -> Result<std::string> {
+    CACHALOT_TRY(body, text::parse_json(call.request.body, "request body"));
+    if (!body.is_object()) {
+      return text::must_be("request body", "an object", body);
+    }
+    CACHALOT_TRY(const auto abort, text::bool_field(body, "", "abort_all_requests"));
+    if (abort.value_or(false)) {
+      return invalid("abort_all_requests must be false: requests end on the weights they have");
+    }
+    return text::required_string(body, "", "model_path");
+  }();
+  if (!directory.ok()) {
+    refuse(call, kCompletions, api_error(directory.error(), &body));
+    return;
+  }
+  engine::Engine& engine = *engine_;
+  status = engine.load_weights(*directory);
+  if (!status.ok()) {
+    const ApiError error = api_error(status);
+    const bool later = status.code() == Code::kUnavailable;
+    // Whatever is wrong with the checkpoint, it is the one that the client named.
+    refuse(
+        call,
+        kCompletions,
+        later ? error : make_error(400, error.message, "invalid_request_error", "weights_refused"));
+    return;
+  }
+  JsonWriter w;
+  w.begin_object().field("success", true).field("message", "the weights are in use");
+  w.field("weight_version", engine.stats().weights).end_object();
+  reply(call, {.body = w.text()});
 }
 
 // The list, or the one model that the path names.

@@ -17,6 +17,8 @@ namespace cachalot::server {
 
 struct AppOptions {
   std::vector<std::string> api_keys;  // none: open to everyone who reaches the port
+  // Of the routes that change the server; none: the API keys, and without those nobody.
+  std::vector<std::string> admin_keys;
 };
 
 // Thread-safe. Exists before the model is loaded, so that clients learn that it is loading.
@@ -44,7 +46,9 @@ class App {
     std::string endpoint;  // as the metrics name it
   };
 
-  Status check_access(const HttpRequest& request) const;
+  // Who may call a route: everybody, holders of an API key, holders of an admin key.
+  enum class Access : uint8_t { kOpen, kKey, kAdmin };
+  Status check_access(const HttpRequest& request, Access access) const;
   Status check_ready() const;
   void refuse(const Call& call, const Dialect& dialect, const ApiError& error);
   void reply(const Call& call, HttpResponse response);
@@ -53,6 +57,7 @@ class App {
   void count_tokens(const Call& call);
   void tokenize(const Call& call);
   void detokenize(const Call& call);
+  void update_weights(const Call& call);
   void models(const Call& call);
   void health(const Call& call);
   void ready(const Call& call);

@@ -186,9 +186,9 @@ void Output::apply(const Delta& delta) {
   }
 }
 
-Result<std::shared_ptr<const Job>> prepare(GenerationRequest request,
-                                           const Dialect& dialect,
-                                           const ServedModel& model) {
+Result<std::shared_ptr<Job>> prepare(GenerationRequest request,
+                                     const Dialect& dialect,
+                                     const ServedModel& model) {
   auto job = std::make_shared<Job>();
   job->model = &model;
   job->id = random_hex();
@@ -248,7 +248,7 @@ Result<std::shared_ptr<const Job>> prepare(GenerationRequest request,
                  model.grammar->compile(*request.structure).with(request.structure_field));
   }
   job->request = std::move(request);
-  return std::shared_ptr<const Job>(std::move(job));
+  return job;
 }
 
 void BlockEncoder::delta(const Delta& delta, std::string& out) {

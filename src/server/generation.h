@@ -117,13 +117,14 @@ struct Output {
   void apply(const Delta& delta);
 };
 
-// A request that is ready to run; immutable from here on.
+// A request that is ready to run; immutable once it does.
 struct Job {
   GenerationRequest request;
   const ServedModel* model = nullptr;
   std::vector<Prompt> prompts;
-  std::string id;       // random digits, the body of every id in the answer
-  int64_t created = 0;  // seconds since the epoch
+  std::string id;                        // random digits, the body of every id in the answer
+  int64_t created = 0;                   // seconds since the epoch
+  std::string fingerprint = "cachalot";  // of the server and its weights
   int64_t max_tokens = 0;
   uint64_t seed = 0;
   std::shared_ptr<const text::CompiledGrammar> grammar;  // null: unconstrained
@@ -178,9 +179,9 @@ extern const Dialect kResponses;  // OpenAI Responses
 
 // Renders and tokenizes the prompts, fixes defaults, compiles the grammar. Errors: kOutOfRange when
 // a prompt leaves no room in the context; else as the request's.
-Result<std::shared_ptr<const Job>> prepare(GenerationRequest request,
-                                           const Dialect& dialect,
-                                           const ServedModel& model);
+Result<std::shared_ptr<Job>> prepare(GenerationRequest request,
+                                     const Dialect& dialect,
+                                     const ServedModel& model);
 
 // "data: <json>\n\n", with an event name in front where one is given.
 void append_event(std::string& out, std::string_view name, std::string_view json);

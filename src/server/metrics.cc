@@ -59,6 +59,11 @@ void engine_families(std::vector<MetricFamily>& all, const engine::EngineStats& 
   gauge(all, "cachalot_running", "Requests in the running batch", s.running);
   gauge(all, "cachalot_waiting", "Requests in the queue", s.waiting);
   gauge(all, "cachalot_batch_rows", "Rows of the last step", s.last_batch_rows);
+  gauge(all,
+        "cachalot_weight_versions",
+        "Weights in memory: those in use and replaced ones with requests left",
+        s.weight_versions);
+  counter(all, "cachalot_weight_swaps_total", "Swaps of the weights", s.weight_swaps);
   counter(
       all, "cachalot_prompt_tokens_total", "Prompt tokens of admitted requests", s.prompt_tokens);
   counter(
@@ -162,6 +167,7 @@ std::string stats_json(const engine::EngineStats* stats, const std::string& stat
     w.field("running", s.running)
         .field("waiting", s.waiting)
         .field("batch_rows", s.last_batch_rows);
+    w.field("weights", s.weights).field("weight_versions", s.weight_versions);
     w.field("requests_finished", s.requests_finished).field("requests_failed", s.requests_failed);
     w.field("requests_cancelled", s.requests_cancelled);
     w.field("prompt_tokens", s.prompt_tokens).field("cached_tokens", s.cached_tokens);

@@ -155,7 +155,7 @@ class ChatEncoder final : public Encoder {
   void head(JsonWriter& w, std::string_view object) const {
     w.begin_object().field("id", "chatcmpl-" + job_->id).field("object", object);
     w.field("created", job_->created).field("model", job_->model->name);
-    w.field("system_fingerprint", "cachalot");
+    w.field("system_fingerprint", job_->fingerprint);
   }
 
   JsonWriter open_chunk() const {

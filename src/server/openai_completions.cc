@@ -166,7 +166,7 @@ class CompletionEncoder final : public Encoder {
   void head(JsonWriter& w) const {
     w.begin_object().field("id", "cmpl-" + job_->id).field("object", "text_completion");
     w.field("created", job_->created).field("model", job_->model->name);
-    w.field("system_fingerprint", "cachalot");
+    w.field("system_fingerprint", job_->fingerprint);
   }
 
   void choice(JsonWriter& w,

@@ -23,11 +23,13 @@ class Run : public std::enable_shared_from_this<Run> {
  public:
   Run(engine::Engine& engine,
       std::shared_ptr<const Job> job,
+      std::shared_ptr<const engine::LoadedModel> weights,
       const Dialect& dialect,
       std::shared_ptr<Exchange> exchange,
       std::function<void(int)> done)
       : engine_(engine),
         job_(std::move(job)),
+        weights_(std::move(weights)),
         dialect_(dialect),
         exchange_(std::move(exchange)),
         done_(std::move(done)),
@@ -39,6 +41,7 @@ class Run : public std::enable_shared_from_this<Run> {
     for (int64_t i = 0; i < job_->choices() && !ended_; ++i) {
       submit(i);
     }
+    weights_ = nullptr;  // the engine holds them now, and no longer than it runs on them
     if (!ended_ && job_->request.stream) {
       streaming_ = true;
       exchange_->begin_stream({});
@@ -61,6 +64,7 @@ class Run : public std::enable_shared_from_this<Run> {
         index % job_->request.n == 0 ? static_cast<int64_t>(prompt.ids.size()) : 0;
     const GenerationRequest& request = job_->request;
     engine::EngineRequest out;
+    out.weights = weights_;
     out.prompt = prompt.ids;
     out.sampling = request.sampling;
     // The first choice draws with the seed itself, so that n = 1 equals a run from the command
@@ -297,6 +301,7 @@ class Run : public std::enable_shared_from_this<Run> {
 
   engine::Engine& engine_;
   std::shared_ptr<const Job> job_;
+  std::shared_ptr<const engine::LoadedModel> weights_;
   const Dialect& dialect_;
   std::shared_ptr<Exchange> exchange_;
   std::function<void(int)> done_;
@@ -312,11 +317,12 @@ class Run : public std::enable_shared_from_this<Run> {
 
 void run_job(engine::Engine& engine,
              std::shared_ptr<const Job> job,
+             std::shared_ptr<const engine::LoadedModel> weights,
              const Dialect& dialect,
              std::shared_ptr<Exchange> exchange,
              std::function<void(int status)> done) {
-  const auto run =
-      std::make_shared<Run>(engine, std::move(job), dialect, exchange, std::move(done));
+  const auto run = std::make_shared<Run>(
+      engine, std::move(job), std::move(weights), dialect, exchange, std::move(done));
   exchange->post([run] { run->start(); });
 }
 

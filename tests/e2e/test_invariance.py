@@ -111,7 +111,7 @@ def test_batch_composition_and_order(cachalot, checkpoint, tmp_path):
 
 
 @pytest.mark.parametrize("precision", ["official", "f32"])
-def test_speculation_changes_no_greedy_token(cachalot, checkpoint, tmp_path, precision):
+def test_a36_speculation_changes_no_greedy_token(cachalot, checkpoint, tmp_path, precision):
     """Tokens and log-probabilities, for every number of drafts; three tokens are made likely enough
     that target and drafter often agree."""
     directory = checkpoint("t1")

@@ -1,54 +1,14 @@
 // The engine's thread: submission, cancellation and draining from other threads.
 #include "engine/engine.h"
 
-#include <condition_variable>
 #include <map>
-#include <mutex>
 #include <thread>
 
+#include "tests/engine/inbox.h"
 #include "tests/engine/t1_fixture.h"
 
 namespace cachalot::engine {
 namespace {
-
-// Receives events of many requests and waits for their ends.
-class Inbox {
- public:
-  EventSink sink() {
-    return [this](RequestId id, Event event) {
-      const std::lock_guard lock(mutex_);
-      Entry& entry = entries_[id];
-      EXPECT_FALSE(entry.ended) << "an event behind the last one";
-      for (const TokenOutput& token : event.tokens) {
-        entry.ids.push_back(token.id);
-      }
-      entry.ended = event.done || !event.status.ok();
-      entry.status = event.status;
-      changed_.notify_all();
-    };
-  }
-
-  // Waits for the end; the output and how it ended.
-  std::pair<std::vector<int32_t>, Status> wait(RequestId id) {
-    std::unique_lock lock(mutex_);
-    changed_.wait(lock, [&] { return entries_[id].ended; });
-    return {entries_[id].ids, entries_[id].status};
-  }
-  void wait_for_tokens(RequestId id, size_t count) {
-    std::unique_lock lock(mutex_);
-    changed_.wait(lock, [&] { return entries_[id].ids.size() >= count; });
-  }
-
- private:
-  struct Entry {
-    std::vector<int32_t> ids;
-    bool ended = false;
-    Status status;
-  };
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  std::map<RequestId, Entry> entries_;
-};
 
 EngineRequest request(std::vector<int32_t> prompt, int64_t max_tokens) {
   return {.prompt = std::move(prompt),

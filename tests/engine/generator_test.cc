@@ -350,9 +350,9 @@ void expect_same(const GenerateResult& got, const GenerateResult& want) {
   EXPECT_EQ(got.finish, want.finish);
 }
 
-// With temperature 0 speculation gives the same tokens and log-probabilities bit for bit, whatever
-// the number of drafts, the penalties, and the way a request ends.
-TEST_F(GeneratorTest, GreedySpeculationChangesNothing) {
+// with temperature 0 speculation gives the same tokens and log-probabilities bit for bit,
+// whatever the number of drafts, the penalties, and the way a request ends.
+TEST_F(GeneratorTest, A36_GreedySpeculationChangesNothing) {
   const auto plain = open(), drafting = open({.draft = true});
   std::vector<GenerateRequest> requests;
   for (int64_t length : {1, 2, 8, 17, 30}) {
@@ -438,6 +438,37 @@ TEST_F(GeneratorTest, WorthlessDraftsAreGivenUp) {
   }
   EXPECT_GT(drafts, 0);
   EXPECT_LT(drafts, 10);
+}
+
+// A stored temperature decides with the confidence whether a draft is worth its row.
+TEST_F(GeneratorTest, TemperaturesCalibrateTheConfidence) {
+  const auto runtime = open({.draft = true});
+  const auto runner = make_runner(*runtime);
+  const auto cache = make_cache(*runtime);
+  step(*runner, *cache, tokens(5));
+  const int32_t anchor = 7;
+  const model::StepSequence sequence{.view = &cache->view(), .tokens = {&anchor, 1}};
+  ASSERT_TRUE(runner->draft({&sequence, 1}).ok());
+  const double logit = runner->next_draft({&anchor, 1})->confidence.as<float>()[0];
+  const Sampler sampler({.temperature = 0});
+  const Speculator::Member member{
+      .view = &cache->view(), .anchor = anchor, .sampler = &sampler, .most = 1};
+  int drafted = 0;
+  for (const double temperature : {0.01, 0.3, 1.0, 100.0}) {
+    const double survival = 1 / (1 + std::exp(-logit / temperature));
+    for (const double row_cost : {0.1, 0.3, 0.45, 0.55, 0.7, 0.9}) {
+      Speculator speculator(runtime->config(), {}, std::vector<double>(3, temperature));
+      // So long that the draft's own time is nothing beside.
+      speculator.policy().record_step(1, 1e9);
+      speculator.policy().record_step(2, (1 + row_cost) * 1e9);
+      const auto proposals = speculator.propose(*runner, {&member, 1});
+      ASSERT_TRUE(proposals.ok());
+      EXPECT_EQ(!(*proposals)[0].empty(), survival > row_cost) << temperature << " " << row_cost;
+      drafted += (*proposals)[0].empty() ? 0 : 1;
+    }
+  }
+  EXPECT_GT(drafted, 0);
+  EXPECT_LT(drafted, 24);
 }
 
 // Drafts do not make a request fail that has just the room it needs.

@@ -198,6 +198,38 @@ TEST_F(KeyTest, KeysOpenTheDoor) {
   }
 }
 
+// Whoever swaps weights names directories of the machine: never open to everyone.
+TEST_F(KeyTest, SwappingWeightsNeedsAKey) {
+  const auto swap = [&](const char* body, const char* key) {
+    return send("POST", "/update_weights_from_disk", body, {{"x-api-key", key}})->wait();
+  };
+  const char* const good = R"({"model_path": "/somewhere"})";
+  EXPECT_EQ(swap(good, "wrong").status, 401);
+  const HttpResponse answer = swap(good, "secret");
+  EXPECT_EQ(answer.status, 200);
+  EXPECT_EQ(json::parse(answer.body)["weight_version"], "/somewhere");
+  for (const auto& [body, field] :
+       {std::pair("{}", "model_path"),
+        std::pair(R"({"model_path": 1})", "model_path"),
+        std::pair(R"({"model_path": "/x", "abort_all_requests": true})", "abort_all_requests")}) {
+    const HttpResponse refusal = swap(body, "secret");
+    EXPECT_EQ(refusal.status, 400);
+    EXPECT_EQ(json::parse(refusal.body)["error"]["param"], field);
+  }
+  engine_->refuse(Status(Code::kDataLoss, "'/somewhere/x' ends early"));
+  const HttpResponse refusal = swap(good, "secret");
+  EXPECT_EQ(refusal.status, 400);
+  EXPECT_EQ(json::parse(refusal.body)["error"]["code"], "weights_refused");
+  engine_->refuse(Status(Code::kUnavailable, "other weights are being loaded"));
+  EXPECT_EQ(swap(good, "secret").status, 503);
+}
+
+TEST_F(AppTest, WithoutKeysNobodySwapsWeights) {
+  const auto answer = send("POST", "/update_weights_from_disk", R"({"model_path": "/x"})")->wait();
+  EXPECT_EQ(answer.status, 403);
+  EXPECT_NE(answer.body.find("--admin-key"), std::string::npos) << answer.body;
+}
+
 TEST(RequestId, KeepsWhatIsSafe) {
   EXPECT_EQ(request_id("abc-1"), "abc-1");
   for (const std::string& bad : {std::string(),

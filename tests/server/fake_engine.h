@@ -135,9 +135,22 @@ class FakeEngine final : public engine::Engine {
     }
   }
 
+  std::shared_ptr<const engine::LoadedModel> weights() const override { return nullptr; }
+  Status load_weights(const std::string& directory) override {
+    const std::lock_guard lock(mutex_);
+    if (refusal_.ok()) {
+      weights_ = directory;
+    }
+    return refusal_;
+  }
+
   engine::EngineStats stats() const override {
     engine::EngineStats out;
     out.running = running();
+    {
+      const std::lock_guard lock(mutex_);
+      out.weights = weights_;
+    }
     out.requests_cancelled = static_cast<uint64_t>(cancelled());
     out.prompt_tokens = 100;
     out.cached_tokens = 25;
@@ -295,6 +308,7 @@ class FakeEngine final : public engine::Engine {
   std::condition_variable changed_;
   Script script_ = [](const engine::EngineRequest&) { return std::vector<int32_t>(); };
   Status refusal_;
+  std::string weights_ = "first";
   int64_t fail_after_ = -1;
   Status failure_;
   std::atomic<int64_t> tokens_per_event_ = 1;
