@@ -121,7 +121,7 @@ Status evaluate_run(const RunFlags& flags) {
                                                    flags.sequence,
                                                    2 * flags.sequence,
                                                    flags.tokens,
-                                                   &pool);
+                                                   pool);
   if (result.targets == 0) {
     return invalid("--data holds no sample of two tokens");
   }

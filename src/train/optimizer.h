@@ -82,6 +82,7 @@ class Optimizer {
 // weight with a gradient that is not finite, or stays empty.
 double gradient_norm(const ParameterSet<float>& parameters,
                      const Optimizer& optimizer,
+                     ThreadPool* pool,
                      std::string* worst);
 
 }  // namespace cachalot::train

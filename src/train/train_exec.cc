@@ -136,6 +136,23 @@ TrainExec<Real>::TrainExec(ParameterSet<Real>& parameters,
       compressed_rope_(rope_rows<Real>(batch.position, model_.compressed_frequency)) {}
 
 template <class Real>
+const Real* TrainExec<Real>::gradient(const Parameter<Real>& parameter) const {
+  const auto found = gradients_.find(&parameter);
+  return found == gradients_.end() ? nullptr : found->second;
+}
+
+template <class Real>
+Real* TrainExec<Real>::gradient_of(const Parameter<Real>& parameter) {
+  Real*& sum = gradients_[&parameter];
+  if (sum == nullptr) {
+    const auto n = static_cast<int64_t>(parameter.value.size());
+    sum = tape_.array(n);
+    std::fill_n(sum, n, Real{0});
+  }
+  return sum;
+}
+
+template <class Real>
 StreamShape TrainExec<Real>::stream_shape() const {
   return {batch_.rows(), model_.config.hc_mult, model_.config.hidden_size};
 }
@@ -198,9 +215,10 @@ Var<Real> TrainExec<Real>::embed(const ops::Weight& weight) {
   });
   record([this, &table, s, x] {
     const Real* dx = tape_.grad(x);
+    Real* into = gradient_of(table);
     // One token's row may occur often: rows are added in order.
     for (int64_t t = 0; t < s.rows; ++t) {
-      Real* row = table.grad.data() + batch_.token[static_cast<size_t>(t)] * s.width;
+      Real* row = into + batch_.token[static_cast<size_t>(t)] * s.width;
       for (int64_t j = 0; j < s.streams; ++j) {
         axpy(Real{1}, dx + (t * s.streams + j) * s.width, s.width, row);
       }
@@ -280,7 +298,7 @@ model::Site<Var<Real>> TrainExec<Real>::hc_site(const StreamVar& stream,
                       tape_.grad(site.u),
                       dx,
                       tape_.grad(before),
-                      gain.grad.data());
+                      gradient_of(gain));
     const SiteRows<Real> d{
         .pre = site.pre.node->grad, .post = site.post.node->grad, .comb = site.comb.node->grad};
     site_coefficients_backward(pool_,
@@ -291,7 +309,7 @@ model::Site<Var<Real>> TrainExec<Real>::hc_site(const StreamVar& stream,
                                rows,
                                d,
                                dx,
-                               {fn.grad.data(), base.grad.data(), scale.grad.data()});
+                               {gradient_of(fn), gradient_of(base), gradient_of(scale)});
   });
   return site;
 }
@@ -309,11 +327,10 @@ Var<Real> TrainExec<Real>::linear_groups(Var x, const ops::Weight& weight, int64
   }
   record([this, &w, x, y, shape, n, out, in] {
     const Real* dy = tape_.grad(y);
-    Real* dx = tape_.grad(x);
+    Real *dx = tape_.grad(x), *dw = gradient_of(w);
     for (int64_t g = 0; g < n; ++g) {
       linear_input_gradient(pool_, shape, dy + g * out, w.used() + g * out * in, dx + g * in);
-      linear_weight_gradient(
-          pool_, shape, dy + g * out, x.value() + g * in, w.grad.data() + g * out * in);
+      linear_weight_gradient(pool_, shape, dy + g * out, x.value() + g * in, dw + g * out * in);
     }
   });
   return y;
@@ -339,7 +356,7 @@ Var<Real> TrainExec<Real>::norm_rows(Var x, const TensorView& weight) {
   record([this, &w, x, y, n, factor] {
     const Real* dy = tape_.grad(y);
     Real* dx = tape_.grad(x);
-    reduce_rows(pool_, x.rows(), n, w.grad.data(), [&](int64_t begin, int64_t end, Real* sum) {
+    reduce_rows(pool_, x.rows(), n, gradient_of(w), [&](int64_t begin, int64_t end, Real* sum) {
       for (int64_t t = begin; t < end; ++t) {
         rms_norm_backward(x.value() + t * n, w.used(), factor[t], dy + t * n, n, dx + t * n, sum);
       }
@@ -718,7 +735,7 @@ Var<Real> TrainExec<Real>::attend(
                     tape_.grad(turned),
                     tape_.grad(window),
                     entries.empty() ? nullptr : tape_.grad(entries),
-                    sink.grad.data());
+                    gradient_of(sink));
   });
   return rotate_rows(o, c.head_dim, {.table = rope(layer), .sign = -1});
 }
@@ -782,9 +799,6 @@ Var<Real> TrainExec<Real>::experts(Var u, Var ids, Var weights, const model::Moe
               const_cast<Real*>(w3->used()),
               const_cast<Real*>(w2->used())};
     }
-    ExpertWeights<Real> gradients() const {
-      return {w1->grad.data(), w3->grad.data(), w2->grad.data()};
-    }
   };
   const auto resolve = [&](const std::vector<ops::ExpertView>& views) {
     std::vector<Expert> list;
@@ -845,6 +859,14 @@ Var<Real> TrainExec<Real>::experts(Var u, Var ids, Var weights, const model::Moe
     Real *du = tape_.grad(u), *dweights = tape_.grad(weights);
     Real *sorted_dy = scratch.array<Real>(n * d), *sorted_dx = scratch.array<Real>(n * d);
     Real *dfactor = scratch.array<Real>(n), *work = scratch.array<Real>(3 * std::max(n, t) * f);
+    const auto gradients_of = [this](const Expert& expert) {
+      return ExpertWeights<Real>{
+          gradient_of(*expert.w1), gradient_of(*expert.w3), gradient_of(*expert.w2)};
+    };
+    std::vector<ExpertWeights<Real>> gradients;
+    for (const Expert& expert : routed) {
+      gradients.push_back(gradients_of(expert));
+    }
     std::fill_n(sorted_dx, n * d, Real{0});
     for (size_t i = 0; i < static_cast<size_t>(n); ++i) {
       std::copy_n(dy + sorted->row[i] * d, d, sorted_dy + static_cast<int64_t>(i) * d);
@@ -859,7 +881,7 @@ Var<Real> TrainExec<Real>::experts(Var u, Var ids, Var weights, const model::Moe
                             work + 3 * begin * f,
                             sorted_dx + begin * d,
                             dfactor + begin,
-                            routed[i].gradients());
+                            gradients[i]);
     });
     for (int64_t i = 0; i < n; ++i) {
       const int64_t place = sorted->place[static_cast<size_t>(i)];
@@ -868,7 +890,7 @@ Var<Real> TrainExec<Real>::experts(Var u, Var ids, Var weights, const model::Moe
     }
     for (const Expert& expert : shared) {
       swiglu_backward<Real>(
-          pool_, whole, expert.weights(), dy, work, du, nullptr, expert.gradients());
+          pool_, whole, expert.weights(), dy, work, du, nullptr, gradients_of(expert));
     }
   });
   return y;
@@ -921,11 +943,12 @@ Var<Real> TrainExec<Real>::engram_gather(const LayerSpec& layer, const ops::Weig
   });
   record([this, &w, ids, rows, t, columns, width] {
     const Real* d = tape_.grad(rows);
+    Real* into = gradient_of(w);
     // Columns have rows of their own, so they can be added side by side, each in row order.
     parallel_tasks(pool_, columns, [&](int64_t column) {
       for (int64_t row = 0; row < t; ++row) {
         const int64_t i = row * columns + column;
-        axpy(Real{1}, d + i * width, width, w.grad.data() + ids.node->ids[i] * width);
+        axpy(Real{1}, d + i * width, width, into + ids.node->ids[i] * width);
       }
     });
   });
@@ -955,8 +978,8 @@ Var<Real> TrainExec<Real>::engram_inject(Var x, Var kv, const model::EngramWeigh
                     tape_.grad(out),
                     tape_.grad(x),
                     tape_.grad(kv),
-                    q.grad.data(),
-                    k.grad.data());
+                    gradient_of(q),
+                    gradient_of(k));
   });
   return out;
 }
@@ -985,7 +1008,7 @@ Var<Real> TrainExec<Real>::head(const StreamVar& stream,
                       tape_.grad(h),
                       tape_.grad(x),
                       tape_.grad(pre),
-                      gain.grad.data());
+                      gradient_of(gain));
   });
   losses_ = tape_.make(s.rows, 1);
   if (options_.keep_logits) {
@@ -995,7 +1018,7 @@ Var<Real> TrainExec<Real>::head(const StreamVar& stream,
   if (options_.gradients) {
     // The head's gradient is computed beside its loss, as its logits are not kept.
     gradients.dh = tape_.grad(h);
-    gradients.dweight = w.grad.data();
+    gradients.dweight = gradient_of(w);
   }
   cross_entropy(pool_,
                 HeadRows<Real>{.rows = s.rows,

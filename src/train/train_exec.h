@@ -4,8 +4,8 @@
 //   Tape<float> tape;
 //   TrainExec<float> exec(parameters, options, batch, tape, scratch, pool);
 //   model::forward(exec, parameters.model());
-//   tape.backward();              // adds to the parameters' gradients
-//   exec.report().loss_sum;
+//   tape.backward();
+//   exec.report().loss_sum, exec.gradient(parameter);
 //
 // Real is float in training and double in gradient checks. Precision is that of InferExec's `f32`:
 // activations are not rounded; cache formats apply where a switch asks for them.
@@ -14,6 +14,7 @@
 #include <cstdint>
 #include <map>
 #include <span>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -74,6 +75,8 @@ class TrainExec {
             ThreadPool* pool);
 
   const ForwardReport& report() const { return report_; }
+  // After the tape's backward(): as long as the parameter; null: zero. Lives as long as the nodes.
+  const Real* gradient(const Parameter<Real>& parameter) const;
   // Loss per row, and logits [T, V] if they were asked for.
   Var losses() const { return losses_; }
   Var logits() const { return logits_; }
@@ -139,6 +142,8 @@ class TrainExec {
     int64_t served = 0;                       // layers in the sum
   };
 
+  // The gradient to add to, zeroed when it is first asked for.
+  Real* gradient_of(const Parameter<Real>& parameter);
   Var linear_groups(Var x, const ops::Weight& w, int64_t groups);
   // Rotation table of a layer, [T, R/2, 2].
   const Real* rope(const model::LayerSpec& layer) const {
@@ -184,6 +189,7 @@ class TrainExec {
   std::map<int64_t, Groups> groups_;                 // by ratio
   std::map<int64_t, Source> sources_;                // by KV source layer
   std::map<int64_t, Index> indexes_;                 // by index source layer
+  std::unordered_map<const Parameter<Real>*, Real*> gradients_;
   Var losses_, logits_;
   ForwardReport report_;
 };

@@ -118,32 +118,42 @@ Evaluation evaluate(ParameterSet<float>& parameters,
                     int64_t sequence,
                     int64_t micro_tokens,
                     int64_t most,
-                    ThreadPool* pool) {
+                    ThreadPool& pool) {
   options.gradients = false;
   options.indexer.coefficient = 0;
   Evaluation result;
-  Tape<float> tape;
-  Arena scratch;
+  Lanes lanes(parameters, pool);
+  std::vector<Batch> batches;
+  const auto run = [&] {
+    lanes.run(
+        batches,
+        [&](const Batch&) { return options; },
+        [&](TrainExec<float>& exec) { model::forward(exec, parameters.model()); },
+        [&](const Batch& batch, const TrainExec<float>& exec) {
+          result.nats += exec.report().loss_sum;
+          for (int32_t target : batch.target) {
+            if (target >= 0) {
+              ++result.targets;
+              result.bytes += tokenizer.is_control(target)
+                                  ? 0
+                                  : static_cast<int64_t>(tokenizer.token_bytes(target).size());
+            }
+          }
+        });
+    batches.clear();
+  };
   int64_t seen = 0;
   for (const std::vector<Piece>& pieces : plan_epoch(corpus, 0, 0, sequence, micro_tokens)) {
     if (seen >= most) {
       break;
     }
-    const Batch batch = make_batch(corpus, pieces);
-    seen += batch.rows();
-    tape.reset();
-    TrainExec<float> exec(parameters, options, batch, tape, scratch, pool);
-    model::forward(exec, parameters.model());
-    result.nats += exec.report().loss_sum;
-    for (int32_t target : batch.target) {
-      if (target >= 0) {
-        ++result.targets;
-        result.bytes += tokenizer.is_control(target)
-                            ? 0
-                            : static_cast<int64_t>(tokenizer.token_bytes(target).size());
-      }
+    batches.push_back(make_batch(corpus, pieces));
+    seen += batches.back().rows();
+    if (static_cast<int64_t>(batches.size()) == pool.threads()) {
+      run();
     }
   }
+  run();
   return result;
 }
 
@@ -166,6 +176,7 @@ Result<std::unique_ptr<Trainer>> Trainer::create(const RunConfig& config, bool r
   std::unique_ptr<Trainer> trainer(new Trainer(config, std::move(model)));
   CACHALOT_TRY(trainer->parameters_,
                ParameterSet<float>::create(trainer->model_.config, trainer->model_.token_class));
+  trainer->lanes_ = std::make_unique<Lanes>(*trainer->parameters_, trainer->pool_);
   trainer->optimizer_ = std::make_unique<Optimizer>(*trainer->parameters_, config.optimizer);
   CACHALOT_RETURN_IF_ERROR(trainer->load_data());
   CACHALOT_RETURN_IF_ERROR(trainer->start(resume));
@@ -267,29 +278,33 @@ Result<StepRecord> Trainer::train_step() {
       }
     }
   };
-  for (const Batch& batch : batches) {
-    const double share = static_cast<double>(batch.rows()) / static_cast<double>(rows);
-    ForwardOptions options = config_.forward;
-    options.loss_scale = 1.0 / static_cast<double>(targets);
-    options.auxiliary_scale = share;
-    options.seed = config_.seed + static_cast<uint64_t>(record.step);
-    tape_.reset();
-    TrainExec<float> exec(*parameters_, options, batch, tape_, scratch_, &pool_);
-    model::forward(exec, parameters_->model());
-    tape_.backward();
-    const ForwardReport& report = exec.report();
-    record.loss += report.loss_sum / static_cast<double>(targets);
-    record.balance += report.balance * share;
-    record.indexer += report.indexer * share;
-    record.max_latent = std::max(record.max_latent, report.max_latent);
-    add(report.load, load);
-    add(report.load_image, load_image);
-  }
+  const auto share = [&](const Batch& batch) {
+    return static_cast<double>(batch.rows()) / static_cast<double>(rows);
+  };
+  lanes_->run(
+      batches,
+      [&](const Batch& batch) {
+        ForwardOptions options = config_.forward;
+        options.loss_scale = 1.0 / static_cast<double>(targets);
+        options.auxiliary_scale = share(batch);
+        options.seed = config_.seed + static_cast<uint64_t>(record.step);
+        return options;
+      },
+      [&](TrainExec<float>& exec) { model::forward(exec, parameters_->model()); },
+      [&](const Batch& batch, const TrainExec<float>& exec) {
+        const ForwardReport& report = exec.report();
+        record.loss += report.loss_sum / static_cast<double>(targets);
+        record.balance += report.balance * share(batch);
+        record.indexer += report.indexer * share(batch);
+        record.max_latent = std::max(record.max_latent, report.max_latent);
+        add(report.load, load);
+        add(report.load_image, load_image);
+      });
   if (!std::isfinite(record.loss)) {
     return diverged("the loss is not finite");
   }
   std::string worst;
-  record.gradient_norm = gradient_norm(*parameters_, *optimizer_, &worst);
+  record.gradient_norm = gradient_norm(*parameters_, *optimizer_, &pool_, &worst);
   if (!worst.empty()) {
     return diverged(fmt::format("the gradient of {} is not finite", worst));
   }
@@ -362,7 +377,7 @@ Status Trainer::run(const Listener& listener) {
                                              config_.sequence,
                                              config_.micro_tokens,
                                              config_.evaluate_tokens,
-                                             &pool_);
+                                             pool_);
       CACHALOT_RETURN_IF_ERROR(log(evaluation_line(record.step, evaluation)));
       if (listener.on_evaluation) {
         listener.on_evaluation(record.step, evaluation);

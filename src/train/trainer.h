@@ -9,11 +9,11 @@
 
 #include "base/status.h"
 #include "train/corpus.h"
+#include "train/lanes.h"
 #include "train/optimizer.h"
 #include "train/parameters.h"
 #include "train/run_config.h"
 #include "train/run_state.h"
-#include "train/train_exec.h"
 
 namespace cachalot::train {
 
@@ -50,7 +50,7 @@ Evaluation evaluate(ParameterSet<float>& parameters,
                     int64_t sequence,
                     int64_t micro_tokens,
                     int64_t most,
-                    ThreadPool* pool);
+                    ThreadPool& pool);
 
 // Not thread-safe. The same config gives the same bits whatever the threads, and whether the run
 // was interrupted or not.
@@ -85,14 +85,13 @@ class Trainer {
   RunModel model_;
   ThreadPool pool_;
   std::unique_ptr<ParameterSet<float>> parameters_;
+  std::unique_ptr<Lanes> lanes_;
   std::unique_ptr<Optimizer> optimizer_;
   Corpus corpus_, heldout_;
   RunPosition position_;
   int64_t saved_step_ = 0;
   std::vector<std::vector<Piece>> plan_;  // of the epoch in planned_epoch_
   int64_t planned_epoch_ = -1;
-  Tape<float> tape_;
-  Arena scratch_;
 };
 
 }  // namespace cachalot::train

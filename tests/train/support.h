@@ -11,6 +11,7 @@
 #include "base/rng.h"
 #include "model/forward.h"
 #include "train/train_exec.h"
+#include "train/vector.h"
 
 namespace cachalot::train {
 
@@ -110,7 +111,8 @@ inline std::vector<int32_t> random_tokens(int64_t n, int64_t vocab, uint64_t see
   return tokens;
 }
 
-// One forward, and with options.gradients its backward. Values stay valid with the object.
+// One forward, and with options.gradients its backward, added to the parameters' gradients. Values
+// stay valid with the object.
 template <class Real>
 class ForwardPass {
  public:
@@ -122,6 +124,14 @@ class ForwardPass {
     model::forward(exec_, parameters.model());
     if (options.gradients) {
       tape_.backward();
+      for (Parameter<Real>& parameter : parameters.all()) {
+        if (const Real* gradient = exec_.gradient(parameter)) {
+          axpy(Real{1},
+               gradient,
+               static_cast<int64_t>(parameter.grad.size()),
+               parameter.grad.data());
+        }
+      }
     }
   }
   const TrainExec<Real>& exec() const { return exec_; }

@@ -11,6 +11,7 @@
 #include "base/rng.h"
 #include "engine/generator.h"
 #include "engine/runtime.h"
+#include "model/forward.h"
 #include "tests/support/temp_directory.h"
 
 namespace cachalot::train {
@@ -211,22 +212,23 @@ TEST_F(TrainerTest, IndexerObjectiveFalls) {
   forward.loss_scale = 0;
   forward.balance_coefficient = 0;
   forward.indexer = {.coefficient = 1, .queries = 32};
-  Tape<float> tape;
-  Arena scratch;
+  Lanes lanes(**parameters, pool);
   double first = 0, last = 0;
   constexpr int kSteps = 120, kMean = 8;
   for (int step = 1; step <= kSteps; ++step) {
     const Batch batch = make_batch(corpus, plan[static_cast<size_t>(step) % plan.size()]);
     (*parameters)->zero_gradients(nullptr);
-    tape.reset();
     forward.seed = static_cast<uint64_t>(step);
-    TrainExec<float> exec(**parameters, forward, batch, tape, scratch, nullptr);
-    model::forward(exec, (*parameters)->model());
-    tape.backward();
+    lanes.run(
+        {&batch, 1},
+        [&](const Batch&) { return forward; },
+        [&](TrainExec<float>& exec) { model::forward(exec, (*parameters)->model()); },
+        [&](const Batch&, const TrainExec<float>& exec) {
+          first += step <= kMean ? exec.report().indexer / kMean : 0;
+          last += step > kSteps - kMean ? exec.report().indexer / kMean : 0;
+        });
     // Weights without a gradient keep still: no decay, and zero updates of zero gradients.
     optimizer.step(step, 5e-3, 1.0, nullptr);
-    first += step <= kMean ? exec.report().indexer / kMean : 0;
-    last += step > kSteps - kMean ? exec.report().indexer / kMean : 0;
   }
   EXPECT_LT(last, 0.5 * first) << first;
 }
