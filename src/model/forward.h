@@ -160,17 +160,30 @@ void draft_context(E& e, const Model& model, typename E::Var taps) {
   }
 }
 
-// forward() that also extends the drafter's context. A tap is the mean of the streams.
+// The backbone's streams and what the drafter reads of them: a tap is the mean of the streams.
+template <class Var>
+struct Tapped {
+  Stream<Var> stream;
+  Var taps;  // [T, taps D]
+};
+
 template <class E>
-typename E::Var forward_with_context(E& e, const Model& model) {
-  typename E::Var taps;  // [T, taps D]
+Tapped<typename E::Var> backbone_with_taps(E& e, const Model& model) {
+  typename E::Var taps;
   const auto stream = backbone(e, model, [&](const LayerSpec& layer, const auto& before) {
     if (layer.tap >= 0) {
       taps = e.tap(taps, layer, before);
     }
   });
-  draft_context(e, model, taps);
-  return e.head(stream, model.weights.norm, model.weights.head);
+  return {stream, taps};
+}
+
+// forward() that also extends the drafter's context.
+template <class E>
+typename E::Var forward_with_context(E& e, const Model& model) {
+  const auto target = backbone_with_taps(e, model);
+  draft_context(e, model, target.taps);
+  return e.head(target.stream, model.weights.norm, model.weights.head);
 }
 
 // A draft block's rows before its sequential part (ops::draft_head).

@@ -63,7 +63,7 @@ UpdateRule update_rule(const model::ModelConfig& config, const model::WeightSpec
   return {.update = Update::kAdam};
 }
 
-Optimizer::Optimizer(ParameterSet<float>& parameters, const OptimizerOptions& options)
+Optimizer::Optimizer(ParameterSet<float>& parameters, const OptimizerOptions& options, Stage stage)
     : parameters_(parameters), options_(options) {
   const model::ModelConfig& config = parameters.model().config;
   for (size_t i = 0; i < parameters.all().size(); ++i) {
@@ -75,7 +75,8 @@ Optimizer::Optimizer(ParameterSet<float>& parameters, const OptimizerOptions& op
       rule.update = Update::kAdam;
     }
     const bool trains =
-        rule.update != Update::kBias && parameter.spec.part != model::WeightPart::kDraft;
+        rule.update != Update::kBias &&
+        (parameter.spec.part == model::WeightPart::kDraft) == (stage == Stage::kDrafter);
     OptimizerState& state = states_.emplace_back();
     trains_.push_back(trains);
     if (trains) {

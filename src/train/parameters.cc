@@ -101,6 +101,7 @@ ParameterSet<Real>::ParameterSet(const model::ModelConfig& config) {
   }
   model_.config = plain;
   model_.layers = model::layer_schedule(plain);
+  model_.draft = model::draft_schedule(plain);
   model_.weights =
       model::resolve_weights(plain, [&](const std::string& name) { return views.at(name); });
   model_.engram = model::engram_constants(plain);

@@ -128,7 +128,8 @@ TrainExec<Real>::TrainExec(ParameterSet<Real>& parameters,
     : parameters_(parameters),
       model_(parameters.model()),
       options_(options),
-      batch_(batch),
+      batch_(&batch),
+      recording_(options.gradients && options.blocks == nullptr),
       tape_(tape),
       scratch_(scratch),
       pool_(pool),
@@ -154,7 +155,7 @@ Real* TrainExec<Real>::gradient_of(const Parameter<Real>& parameter) {
 
 template <class Real>
 StreamShape TrainExec<Real>::stream_shape() const {
-  return {batch_.rows(), model_.config.hc_mult, model_.config.hidden_size};
+  return {batch_->rows(), model_.config.hc_mult, model_.config.hidden_size};
 }
 
 template <class Real>
@@ -174,7 +175,7 @@ std::vector<int32_t> TrainExec<Real>::selected(int64_t layer) const {
   std::vector<int32_t> ids = index.selection.entry;
   for (size_t i = 0; i < ids.size(); ++i) {
     const size_t row = i / static_cast<size_t>(index.selection.width);
-    ids[i] -= ids[i] < 0 ? 0 : groups.begin[static_cast<size_t>(batch_.sample[row])];
+    ids[i] -= ids[i] < 0 ? 0 : groups.begin[static_cast<size_t>(batch_->sample[row])];
   }
   return ids;
 }
@@ -183,11 +184,11 @@ template <class Real>
 const typename TrainExec<Real>::Groups& TrainExec<Real>::groups(int64_t ratio) {
   Groups& groups = groups_[ratio];
   if (groups.begin.empty()) {
-    for (int64_t s = 0; s < batch_.samples(); ++s) {
+    for (int64_t s = 0; s < batch_->samples(); ++s) {
       groups.begin.push_back(static_cast<int32_t>(groups.count()));
-      const int32_t end = batch_.sample_begin[static_cast<size_t>(s) + 1];
+      const int32_t end = batch_->sample_begin[static_cast<size_t>(s) + 1];
       for (int32_t row =
-               batch_.sample_begin[static_cast<size_t>(s)] + static_cast<int32_t>(ratio) - 1;
+               batch_->sample_begin[static_cast<size_t>(s)] + static_cast<int32_t>(ratio) - 1;
            row < end;
            row += static_cast<int32_t>(ratio)) {
         groups.first_row.push_back(row - static_cast<int32_t>(ratio) + 1);
@@ -207,18 +208,21 @@ Var<Real> TrainExec<Real>::embed(const ops::Weight& weight) {
   const Var x = tape_.make(s.rows, s.row_size());
   parallel_for(pool_, s.rows, kGrain, [&](int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; ++t) {
-      const Real* row = table.used() + batch_.token[static_cast<size_t>(t)] * s.width;
+      const Real* row = table.used() + batch_->token[static_cast<size_t>(t)] * s.width;
       for (int64_t j = 0; j < s.streams; ++j) {
         std::copy_n(row, s.width, x.value() + (t * s.streams + j) * s.width);
       }
     }
   });
+  if (!trains(table)) {
+    return x;
+  }
   record([this, &table, s, x] {
     const Real* dx = tape_.grad(x);
     Real* into = gradient_of(table);
     // One token's row may occur often: rows are added in order.
     for (int64_t t = 0; t < s.rows; ++t) {
-      Real* row = into + batch_.token[static_cast<size_t>(t)] * s.width;
+      Real* row = into + batch_->token[static_cast<size_t>(t)] * s.width;
       for (int64_t j = 0; j < s.streams; ++j) {
         axpy(Real{1}, dx + (t * s.streams + j) * s.width, s.width, row);
       }
@@ -229,7 +233,7 @@ Var<Real> TrainExec<Real>::embed(const ops::Weight& weight) {
 
 template <class Real>
 Var<Real> TrainExec<Real>::first_pre() {
-  const Var pre = tape_.make(batch_.rows(), model_.config.hc_mult);
+  const Var pre = tape_.make(batch_->rows(), model_.config.hc_mult);
   for (int64_t i = 0; i < pre.node->size(); ++i) {
     pre.value()[i] = i % pre.width() == 0 ? Real{1} : Real{0};
   }
@@ -327,10 +331,12 @@ Var<Real> TrainExec<Real>::linear_groups(Var x, const ops::Weight& weight, int64
   }
   record([this, &w, x, y, shape, n, out, in] {
     const Real* dy = tape_.grad(y);
-    Real *dx = tape_.grad(x), *dw = gradient_of(w);
+    Real *dx = tape_.grad(x), *dw = trains(w) ? gradient_of(w) : nullptr;
     for (int64_t g = 0; g < n; ++g) {
       linear_input_gradient(pool_, shape, dy + g * out, w.used() + g * out * in, dx + g * in);
-      linear_weight_gradient(pool_, shape, dy + g * out, x.value() + g * in, dw + g * out * in);
+      if (dw != nullptr) {
+        linear_weight_gradient(pool_, shape, dy + g * out, x.value() + g * in, dw + g * out * in);
+      }
     }
   });
   return y;
@@ -350,7 +356,7 @@ Var<Real> TrainExec<Real>::norm_rows(Var x, const TensorView& weight) {
   const double eps = model_.config.rms_norm_eps;
   parallel_for(pool_, x.rows(), kGrain, [&](int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; ++t) {
-      factor[t] = rms_norm(x.value() + t * n, w.used(), n, eps, y.value() + t * n);
+      factor[t] = train::rms_norm(x.value() + t * n, w.used(), n, eps, y.value() + t * n);
     }
   });
   record([this, &w, x, y, n, factor] {
@@ -522,25 +528,25 @@ void TrainExec<Real>::choose(Index& index, Published<Var>& published) {
   const Groups& g = groups(layer.ratio);
   const Var keys = sources_.at(layer.kv_source).keys;
   int64_t most = 0;
-  for (int64_t row = 0; row < batch_.rows(); ++row) {
+  for (int64_t row = 0; row < batch_->rows(); ++row) {
     most = std::max(most, visible(row, layer.ratio));
   }
   const int64_t k = std::min(c.index_topk, most), block = c.candidate_block_size;
   index.selection.width = k;
-  index.selection.entry.resize(static_cast<size_t>(batch_.rows() * k));
+  index.selection.entry.resize(static_cast<size_t>(batch_->rows() * k));
   const bool publishes = options_.candidates && layer.publishes_candidates;
   const bool restricted = options_.candidates && layer.candidate_source >= 0;
   if (publishes) {
     published.candidates = tape_.make_ids(
-        batch_.rows(), std::min(c.candidate_topk_blocks, (most + block - 1) / block));
+        batch_->rows(), std::min(c.candidate_topk_blocks, (most + block - 1) / block));
   }
-  parallel_for(pool_, batch_.rows(), kGrain, [&](int64_t begin, int64_t end) {
+  parallel_for(pool_, batch_->rows(), kGrain, [&](int64_t begin, int64_t end) {
     std::vector<const Real*> rows;
     std::vector<Real> exact;
     std::vector<float> scores;
     for (int64_t row = begin; row < end; ++row) {
       const int64_t n = visible(row, layer.ratio);
-      const int32_t first = g.begin[static_cast<size_t>(batch_.sample[static_cast<size_t>(row)])];
+      const int32_t first = g.begin[static_cast<size_t>(batch_->sample[static_cast<size_t>(row)])];
       int32_t* chosen = index.selection.entry.data() + row * k;
       if (n <= k && !publishes && !restricted) {
         std::fill_n(chosen, k, -1);
@@ -589,7 +595,7 @@ void TrainExec<Real>::compare_rows(Index& index) {
   const LayerSpec& layer = *index.layer;
   const Groups& g = groups(layer.ratio);
   std::vector<int32_t> eligible;
-  for (int64_t row = 0; row < batch_.rows(); ++row) {
+  for (int64_t row = 0; row < batch_->rows(); ++row) {
     if (visible(row, layer.ratio) >= 2) {
       eligible.push_back(static_cast<int32_t>(row));
     }
@@ -608,7 +614,7 @@ void TrainExec<Real>::compare_rows(Index& index) {
       const int32_t* chosen = index.selection.entry.data() + row * k;
       entries.assign(chosen, std::find(chosen, chosen + k, -1));
     } else {
-      const int32_t first = g.begin[static_cast<size_t>(batch_.sample[static_cast<size_t>(row)])];
+      const int32_t first = g.begin[static_cast<size_t>(batch_->sample[static_cast<size_t>(row)])];
       for (int64_t j = 0; j < visible(row, layer.ratio); ++j) {
         entries.push_back(first + static_cast<int32_t>(j));
       }
@@ -690,16 +696,23 @@ Var<Real> TrainExec<Real>::attend(
   const model::ModelConfig& c = model_.config;
   Parameter<Real>& sink = parameters_.of(sink_view);
   const Var turned = rotate_rows(q, c.head_dim, {.table = rope(layer)});
-  AttentionRows<Real> args{.rows = batch_.rows(),
+  AttentionRows<Real> args{.rows = batch_->rows(),
                            .heads = c.num_attention_heads,
                            .dim = c.head_dim,
                            .window = c.sliding_window,
-                           .first_row = batch_.first_row.data(),
+                           .first_row = batch_->first_row.data(),
                            .q = turned.value(),
                            .keys = window.value(),
                            .sink = sink.used()};
   Var entries;
-  if (layer.ratio > 0) {
+  if (layer.stage >= 0) {
+    // The block is the window; the context is what a row selects.
+    entries = contexts_.at(layer.stage);
+    args.window = options_.blocks->block;
+    args.mutual = true;
+    args.entries = entries.value();
+    args.selection = &options_.blocks->context;
+  } else if (layer.ratio > 0) {
     entries = sources_.at(layer.kv_source).entries;
     args.entries = entries.value();
     args.selection = &indexes_.at(layer.index_source).selection;
@@ -748,39 +761,40 @@ std::pair<Var<Real>, Var<Real>> TrainExec<Real>::gate(const LayerSpec& layer,
                                                       const model::MoeWeights& w) {
   const model::ModelConfig& c = model_.config;
   const Var logits = linear(u, w.gate);
-  const RouterRows<Real> args{.rows = batch_.rows(),
-                              .experts = c.n_routed_experts,
-                              .chosen = c.num_experts_per_tok,
+  const RouterRows<Real> args{.rows = batch_->rows(),
+                              .experts = w.gate.out,
+                              .chosen = layer.experts_per_token,
                               .temperature = static_cast<Real>(c.gate_temp),
                               .scale = static_cast<Real>(c.routed_scaling_factor),
                               .logits = logits.value(),
                               .bias = parameters_.of(w.bias).used(),
                               .bias_image = parameters_.of(w.bias_vl).used(),
-                              .is_image = batch_.is_image.data()};
+                              .is_image = batch_->is_image.data()};
   const Var ids = tape_.make_ids(args.rows, args.chosen);
   const Var weights = tape_.make(args.rows, args.chosen);
   route(pool_, args, ids.node->ids, weights.value());
   std::vector<int64_t> load(static_cast<size_t>(args.experts), 0), load_image(load);
   for (int64_t i = 0; i < args.rows * args.chosen; ++i) {
-    const bool image = batch_.is_image[static_cast<size_t>(i / args.chosen)] != 0;
+    const bool image = batch_->is_image[static_cast<size_t>(i / args.chosen)] != 0;
     ++(image ? load_image : load)[static_cast<size_t>(ids.node->ids[i])];
   }
   report_.load.push_back(std::move(load));
   report_.load_image.push_back(std::move(load_image));
-  report_.balance += static_cast<double>(balance_loss(args, ids.node->ids, batch_.sample_begin)) /
-                     static_cast<double>(model_.layers.size());
+  report_.balance += static_cast<double>(balance_loss(args, ids.node->ids, batch_->sample_begin)) /
+                     static_cast<double>((layer.stage >= 0 ? model_.draft : model_.layers).size());
+  // A draft block is too short a sequence to be balanced in itself.
   const auto coefficient =
-      static_cast<Real>(options_.balance_coefficient * options_.auxiliary_scale);
+      layer.stage >= 0 ? Real{0}
+                       : static_cast<Real>(options_.balance_coefficient * options_.auxiliary_scale);
   record([this, args, logits, ids, weights, coefficient] {
     route_backward(pool_,
                    args,
                    ids.node->ids,
                    weights.node->grad,
                    coefficient,
-                   batch_.sample_begin,
+                   batch_->sample_begin,
                    tape_.grad(logits));
   });
-  static_cast<void>(layer);
   return {ids, weights};
 }
 
@@ -790,8 +804,8 @@ Var<Real> TrainExec<Real>::experts(Var u, Var ids, Var weights, const model::Moe
   const int64_t t = u.rows(), d = u.width(), f = c.moe_intermediate_size, k = ids.width();
   const int64_t n = t * k;
   const auto limit = static_cast<Real>(c.swiglu_limit);
-  const auto sorted =
-      std::make_shared<ExpertRows>(sort_by_expert(ids.node->ids, t, k, c.n_routed_experts));
+  const auto sorted = std::make_shared<ExpertRows>(
+      sort_by_expert(ids.node->ids, t, k, static_cast<int64_t>(w.experts.size())));
   struct Expert {
     Parameter<Real>*w1, *w3, *w2;
     ExpertWeights<Real> weights() const {
@@ -902,31 +916,31 @@ template <class Real>
 Var<Real> TrainExec<Real>::engram_gather(const LayerSpec& layer, const ops::Weight& table) {
   const model::ModelConfig& c = model_.config;
   const int64_t n = c.engram_max_ngram_size, heads = c.engram_n_heads, columns = (n - 1) * heads;
-  const int64_t t = batch_.rows(), width = table.in;
+  const int64_t t = batch_->rows(), width = table.in;
   const model::EngramConstants& constants = model_.engram[static_cast<size_t>(layer.engram)];
   std::vector<int32_t> classes;
-  for (int64_t s = 0; s < batch_.samples(); ++s) {
+  for (int64_t s = 0; s < batch_->samples(); ++s) {
     classes.insert(classes.end(), static_cast<size_t>(n - 1), -1);
-    for (auto row = static_cast<size_t>(batch_.sample_begin[static_cast<size_t>(s)]);
-         row < static_cast<size_t>(batch_.sample_begin[static_cast<size_t>(s) + 1]);
+    for (auto row = static_cast<size_t>(batch_->sample_begin[static_cast<size_t>(s)]);
+         row < static_cast<size_t>(batch_->sample_begin[static_cast<size_t>(s) + 1]);
          ++row) {
-      classes.push_back(batch_.is_image[row] != 0
+      classes.push_back(batch_->is_image[row] != 0
                             ? -1
-                            : model_.token_class[static_cast<size_t>(batch_.token[row])]);
+                            : model_.token_class[static_cast<size_t>(batch_->token[row])]);
     }
   }
-  const std::vector<int32_t> start(static_cast<size_t>(batch_.samples()), 0);
+  const std::vector<int32_t> start(static_cast<size_t>(batch_->samples()), 0);
   const Var ids = tape_.make_ids(t, columns);
   ops::OpContext context{.backend = ops::Backend::kCpu, .pool = pool_, .scratch = &scratch_};
   const Status hashed = ops::engram_hash(
       context,
       {.rows = {.rows = t,
-                .sequences = batch_.samples(),
-                .position = view(batch_.position),
-                .sequence = view(batch_.sample),
-                .row_begin = view(batch_.sample_begin),
+                .sequences = batch_->samples(),
+                .position = view(batch_->position),
+                .sequence = view(batch_->sample),
+                .row_begin = view(batch_->sample_begin),
                 .start = view(start),
-                .is_image = view(batch_.is_image)},
+                .is_image = view(batch_->is_image)},
        .classes = view(classes),
        .multiplier = view(constants.multiplier, {n}),
        .prime = view(constants.prime, {n - 1, heads}),
@@ -961,7 +975,7 @@ Var<Real> TrainExec<Real>::engram_inject(Var x, Var kv, const model::EngramWeigh
   Parameter<Real>&q = parameters_.of(w.q_weight), &k = parameters_.of(w.k_weight);
   const InjectRows<Real> args{.shape = s,
                               .eps = model_.config.rms_norm_eps,
-                              .is_image = batch_.is_image.data(),
+                              .is_image = batch_->is_image.data(),
                               .x = x.value(),
                               .kv = kv.value(),
                               .q_weight = q.used(),
@@ -984,12 +998,126 @@ Var<Real> TrainExec<Real>::engram_inject(Var x, Var kv, const model::EngramWeigh
   return out;
 }
 
+// The drafter. -----------------------------------------------------------------------------------
+
+template <class Real>
+Var<Real> TrainExec<Real>::tap(Var taps, const LayerSpec& layer, const StreamVar& stream) {
+  const StreamShape s = stream_shape();
+  if (taps.empty()) {
+    taps = tape_.make(s.rows,
+                      static_cast<int64_t>(model_.config.dspark_target_layer_ids.size()) * s.width);
+  }
+  StreamVar expanded = stream;
+  hc_expand(expanded);
+  const Real* x = expanded.x.value();
+  const Real share = Real{1} / static_cast<Real>(s.streams);
+  parallel_for(pool_, s.rows, kGrain, [&](int64_t begin, int64_t end) {
+    for (int64_t t = begin; t < end; ++t) {
+      Real* out = taps.value() + t * taps.width() + layer.tap * s.width;
+      std::fill_n(out, s.width, Real{0});
+      for (int64_t j = 0; j < s.streams; ++j) {
+        axpy(share, x + (t * s.streams + j) * s.width, s.width, out);
+      }
+    }
+  });
+  return taps;
+}
+
+template <class Real>
+void TrainExec<Real>::context_finish(const LayerSpec& stage, Var kv, const TensorView& kv_norm) {
+  contexts_[stage.stage] =
+      rotate_rows(norm_rows(kv, kv_norm),
+                  kv.width(),
+                  {.table = window_rope_.data(),
+                   .round = options_.quant.window ? kRoundWindow<Real> : nullptr});
+}
+
+template <class Real>
+Var<Real> TrainExec<Real>::hc_collapse(const StreamVar& stream) {
+  StreamVar last = stream;
+  hc_expand(last);
+  const StreamShape s = stream_shape();
+  const Var x = last.x, pre = last.pre, out = tape_.make(s.rows, s.width);
+  parallel_for(pool_, s.rows, kGrain, [&](int64_t begin, int64_t end) {
+    for (int64_t t = begin; t < end; ++t) {
+      std::fill_n(out.value() + t * s.width, s.width, Real{0});
+      for (int64_t j = t * s.streams; j < (t + 1) * s.streams; ++j) {
+        axpy(pre.value()[j], x.value() + j * s.width, s.width, out.value() + t * s.width);
+      }
+    }
+  });
+  record([this, s, x, pre, out] {
+    const Real* d = tape_.grad(out);
+    Real *dx = tape_.grad(x), *dpre = tape_.grad(pre);
+    parallel_for(pool_, s.rows, kGrain, [&](int64_t begin, int64_t end) {
+      for (int64_t t = begin; t < end; ++t) {
+        for (int64_t j = t * s.streams; j < (t + 1) * s.streams; ++j) {
+          axpy(pre.value()[j], d + t * s.width, s.width, dx + j * s.width);
+          dpre[j] += dot(x.value() + j * s.width, d + t * s.width, s.width);
+        }
+      }
+    });
+  });
+  return out;
+}
+
+template <class Real>
+void TrainExec<Real>::finish_target(const StreamVar& stream) {
+  hidden_ = norm_rows(hc_collapse(stream), model_.weights.norm);
+  // Loads and losses are those of the drafter.
+  report_ = {};
+  recording_ = options_.gradients;
+}
+
+template <class Real>
+void TrainExec<Real>::enter_blocks() {
+  batch_ = &options_.blocks->rows;
+  block_rope_ = rope_rows<Real>(batch_->position, model_.window_frequency);
+}
+
+template <class Real>
+void TrainExec<Real>::finish_draft(const model::Draft<Var>& draft) {
+  const model::DraftWeights& w = model_.weights.draft;
+  Parameter<Real>&embed = parameters_.of(w.markov_embed), &head = parameters_.of(w.markov_head),
+  &confidence = parameters_.of(w.confidence);
+  DraftHeadGradients<Real> gradients{.scale = options_.loss_scale};
+  if (recording_) {
+    // Computed beside the loss, as for the head of the backbone.
+    gradients.dbase = tape_.grad(draft.base);
+    gradients.dx = tape_.grad(draft.hidden);
+    gradients.dmarkov_embed = gradient_of(embed);
+    gradients.dmarkov_head = gradient_of(head);
+    gradients.dconfidence = gradient_of(confidence);
+  }
+  report_.draft = draft_loss(pool_,
+                             options_.draft,
+                             DraftHeadRows<Real>{.width = draft.hidden.width(),
+                                                 .vocab = draft.base.width(),
+                                                 .rank = w.markov_embed.in,
+                                                 .blocks = options_.blocks,
+                                                 .base = draft.base.value(),
+                                                 .x = draft.hidden.value(),
+                                                 .target = hidden_.value(),
+                                                 .head = parameters_.of(model_.weights.head).used(),
+                                                 .markov_embed = embed.used(),
+                                                 .markov_head = head.used(),
+                                                 .confidence = confidence.used()},
+                             gradients);
+  for (const DraftRow& row : report_.draft) {
+    report_.loss_sum +=
+        options_.blocks->weight[static_cast<size_t>(row.row)] * row_loss(options_.draft, row);
+  }
+}
+
 // Head. ------------------------------------------------------------------------------------------
 
 template <class Real>
 Var<Real> TrainExec<Real>::head(const StreamVar& stream,
                                 const TensorView& norm,
                                 const ops::Weight& weight) {
+  if (options_.blocks != nullptr) {
+    return linear(norm_rows(hc_collapse(stream), norm), weight);
+  }
   StreamVar last = stream;
   hc_expand(last);
   const StreamShape s = stream_shape();
@@ -1026,7 +1154,7 @@ Var<Real> TrainExec<Real>::head(const StreamVar& stream,
                                .vocab = weight.out,
                                .h = h.value(),
                                .weight = w.used(),
-                               .target = batch_.target.data()},
+                               .target = batch_->target.data()},
                 gradients,
                 losses_.value(),
                 logits_.empty() ? nullptr : logits_.value());

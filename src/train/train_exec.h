@@ -22,6 +22,7 @@
 #include "ops/context.h"
 #include "train/attention.h"
 #include "train/batch.h"
+#include "train/draft.h"
 #include "train/parameters.h"
 #include "train/streams.h"
 #include "train/tape.h"
@@ -48,15 +49,19 @@ struct ForwardOptions {
   uint64_t seed = 0;  // of the rows that the indexer objective compares
   bool gradients = true;
   bool keep_logits = false;
+  // Of the drafter's stage (train_drafter()): its blocks and their loss.
+  const DraftBlocks* blocks = nullptr;
+  DraftObjective draft;
 };
 
 struct ForwardReport {
-  double loss_sum = 0;    // cross-entropy in nats over all targets
+  double loss_sum = 0;    // cross-entropy in nats over all targets; of a drafter: weighted losses
   double balance = 0;     // mean balance loss of the layers, before its coefficient
   double indexer = 0;     // mean KL per compared row over the index sources
   double max_latent = 0;  // largest |value| of a compressed row
   // Rows per expert and layer, text and image rows apart.
   std::vector<std::vector<int64_t>> load, load_image;
+  std::vector<DraftRow> draft;  // counted rows of the drafter's stage
 };
 
 template <class Real>
@@ -111,12 +116,26 @@ class TrainExec {
   Var engram_inject(Var x, Var kv, const model::EngramWeights& w);
   Var head(const StreamVar& stream, const TensorView& norm, const ops::Weight& weight);
 
+  // Calls of the drafter's parts.
+  Var tap(Var taps, const model::LayerSpec& layer, const StreamVar& stream);
+  Var rms_norm(Var x, const TensorView& norm) { return norm_rows(x, norm); }
+  void context_finish(const model::LayerSpec& stage, Var kv, const TensorView& kv_norm);
+  Var hc_collapse(const StreamVar& stream);
+
   void enter_decoder(SiteVar&) {}  // training skips nothing
   void observe_engram(const model::LayerSpec&, Var&) {}
   void observe_attention_input(const model::LayerSpec&, const Var&) {}
   void observe_attention(const model::LayerSpec&, StreamVar&) {}
   void observe_ffn_input(const model::LayerSpec&, const Var&) {}
   void observe_ffn(const model::LayerSpec&, StreamVar&) {}
+  void observe_draft_context(const Var&, const Var&) {}
+  void observe_draft(const Var&, const Var&) {}
+
+  // The drafter's stage, in this order: the frozen backbone; finish_target(), behind which ops are
+  // recorded; the context; enter_blocks(), behind which rows are those of the blocks; the draft.
+  void finish_target(const StreamVar& stream);
+  void enter_blocks();
+  void finish_draft(const model::Draft<Var>& draft);
 
  private:
   // The groups of one compression ratio over all samples.
@@ -147,11 +166,18 @@ class TrainExec {
   Var linear_groups(Var x, const ops::Weight& w, int64_t groups);
   // Rotation table of a layer, [T, R/2, 2].
   const Real* rope(const model::LayerSpec& layer) const {
+    if (layer.stage >= 0) {
+      return block_rope_.data();
+    }
     return (layer.ratio == 0 ? window_rope_ : compressed_rope_).data();
+  }
+  // Whether a weight has a gradient: in the drafter's stage the others are frozen.
+  bool trains(const Parameter<Real>& parameter) const {
+    return options_.blocks == nullptr || parameter.spec.part == model::WeightPart::kDraft;
   }
   const Groups& groups(int64_t ratio);
   int64_t visible(int64_t row, int64_t ratio) const {
-    return (batch_.position[static_cast<size_t>(row)] + int64_t{1}) / ratio;
+    return (batch_->position[static_cast<size_t>(row)] + int64_t{1}) / ratio;
   }
   Var norm_rows(Var x, const TensorView& weight);
   // Rounds one row in place to a cache format; the gradient passes unchanged.
@@ -173,7 +199,7 @@ class TrainExec {
   StreamShape stream_shape() const;
   template <class Rule>
   void record(Rule rule) {
-    if (options_.gradients) {
+    if (recording_) {
       tape_.record(std::move(rule));
     }
   }
@@ -181,17 +207,31 @@ class TrainExec {
   ParameterSet<Real>& parameters_;
   const model::Model& model_;
   ForwardOptions options_;
-  const Batch& batch_;
+  const Batch* batch_;  // the rows that ops run over
+  bool recording_;
   Tape<Real>& tape_;
   Arena& scratch_;
   ThreadPool* pool_;
   std::vector<Real> window_rope_, compressed_rope_;  // [T, R/2, 2]
+  std::vector<Real> block_rope_;                     // [N, R/2, 2]
   std::map<int64_t, Groups> groups_;                 // by ratio
   std::map<int64_t, Source> sources_;                // by KV source layer
   std::map<int64_t, Index> indexes_;                 // by index source layer
   std::unordered_map<const Parameter<Real>*, Real*> gradients_;
+  std::map<int64_t, Var> contexts_;  // by draft stage: its window rows [T, K]
+  Var hidden_;                       // [T, D] normalized, of the drafter's target
   Var losses_, logits_;
   ForwardReport report_;
 };
+
+// The drafter's loss of options.blocks behind the frozen backbone.
+template <class Real>
+void train_drafter(TrainExec<Real>& exec, const model::Model& model) {
+  const auto target = model::backbone_with_taps(exec, model);
+  exec.finish_target(target.stream);
+  model::draft_context(exec, model, target.taps);
+  exec.enter_blocks();
+  exec.finish_draft(model::draft(exec, model));
+}
 
 }  // namespace cachalot::train

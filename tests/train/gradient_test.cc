@@ -19,10 +19,8 @@ constexpr double kRelative = 1e-6;
 
 class GradientTest : public testing::Test {
  protected:
-  GradientTest()
-      : parameters_(odd_config()),
-        first_(random_tokens(17, 19, 1)),
-        second_(random_tokens(12, 19, 2)) {
+  explicit GradientTest(const model::ModelConfig& config = odd_config())
+      : parameters_(config), first_(random_tokens(17, 19, 1)), second_(random_tokens(12, 19, 2)) {
     randomize(parameters_, 5);
     const std::vector<Sample> samples = {{first_, {}}, {second_, {}}};
     batch_ = make_batch(samples);
@@ -40,7 +38,8 @@ class GradientTest : public testing::Test {
     int64_t checked = 0;
     for (Parameter<double>& parameter : parameters_.all()) {
       ++stream;
-      if (parameter.spec.part == model::WeightPart::kDraft || !applies(parameter.spec)) {
+      const bool drafts = parameter.spec.part == model::WeightPart::kDraft;
+      if (drafts != (options.blocks != nullptr) || !applies(parameter.spec)) {
         continue;
       }
       const Philox random(9, stream);
@@ -179,6 +178,70 @@ TEST_F(GradientTest, RoundedCachesPassTheGradient) {
       std::sqrt(dot(exact.data(), exact.data(), n) * dot(rounded.data(), rounded.data(), n));
   EXPECT_NE(exact, rounded);
   EXPECT_GT(cosine, 0.5);
+}
+
+class DraftGradientTest : public GradientTest {
+ protected:
+  DraftGradientTest() : GradientTest(drafted_config()) {}
+};
+
+TEST_F(DraftGradientTest, LossOfEveryDraftWeight) {
+  ForwardOptions options;
+  options.draft = {.anchors = 5, .confidence = 0};
+  const DraftBlocks blocks = make_draft_blocks(drafted_config(), options.draft, batch_, 3);
+  options.blocks = &blocks;
+  options.loss_scale = 1 / blocks.weight_sum;
+  check(
+      options,
+      [&](const ForwardReport& report) { return options.loss_scale * report.loss_sum; },
+      [](const model::WeightSpec& spec) {
+        return !is_bias(spec) && spec.role != model::WeightRole::kConfidence;
+      });
+}
+
+// The acceptance that the confidence learns is a constant: the slope is that of the loss with the
+// acceptances of the unmoved weights.
+TEST_F(DraftGradientTest, ConfidenceTakesTheAcceptanceAsGiven) {
+  ForwardOptions options;
+  options.draft = {.anchors = 5, .cross_entropy = 0, .distance = 0};
+  const DraftBlocks blocks = make_draft_blocks(drafted_config(), options.draft, batch_, 3);
+  options.blocks = &blocks;
+  const ForwardPass<double> run(parameters_, options, batch_);
+  std::vector<double> given;
+  for (const DraftRow& row : run.report().draft) {
+    given.push_back(row.acceptance);
+  }
+  check(
+      options,
+      [&](const ForwardReport& report) {
+        double loss = 0;
+        for (size_t i = 0; i < given.size(); ++i) {
+          const double z = report.draft[i].confidence;
+          loss += blocks.weight[static_cast<size_t>(report.draft[i].row)] *
+                  (std::log1p(std::exp(z)) - given[i] * z);
+        }
+        return loss;
+      },
+      [](const model::WeightSpec& spec) {
+        return !is_bias(spec) && spec.name.find("markov_head.head") == std::string::npos &&
+               spec.name != "mtp.1.norm.weight";
+      });
+}
+
+TEST_F(DraftGradientTest, MovesNothingOfTheBackbone) {
+  ForwardOptions options;
+  const DraftBlocks blocks = make_draft_blocks(drafted_config(), options.draft, batch_, 3);
+  options.blocks = &blocks;
+  Tape<double> tape;
+  Arena scratch;
+  TrainExec<double> exec(parameters_, options, batch_, tape, scratch, nullptr);
+  train_drafter(exec, parameters_.model());
+  tape.backward();
+  for (const Parameter<double>& parameter : parameters_.all()) {
+    if (parameter.spec.part != model::WeightPart::kDraft) {
+      EXPECT_EQ(exec.gradient(parameter), nullptr) << parameter.spec.name;
+    }
+  }
 }
 
 TEST(TrainExec, FloatAgreesWithDouble) {

@@ -65,6 +65,19 @@ inline model::ModelConfig odd_config() {
   return c;
 }
 
+// With a drafter of two stages, whose rows use one expert.
+inline model::ModelConfig drafted_config() {
+  model::ModelConfig c = odd_config();
+  c.num_nextn_predict_layers = 2;
+  c.dspark_block_size = 3;
+  c.dspark_noise_token_id = c.vocab_size - 1;
+  c.dspark_target_layer_ids = {4, 6};
+  c.dspark_markov_rank = 5;
+  c.dspark_n_routed_experts = 3;
+  c.dspark_num_experts_per_tok = 1;
+  return c;
+}
+
 // Values at which every term has an effect.
 template <class Real>
 void randomize(ParameterSet<Real>& parameters, uint64_t seed) {
@@ -121,7 +134,11 @@ class ForwardPass {
               const Batch& batch,
               ThreadPool* pool = nullptr)
       : exec_(parameters, options, batch, tape_, scratch_, pool) {
-    model::forward(exec_, parameters.model());
+    if (options.blocks != nullptr) {
+      train_drafter(exec_, parameters.model());
+    } else {
+      model::forward(exec_, parameters.model());
+    }
     if (options.gradients) {
       tape_.backward();
       for (Parameter<Real>& parameter : parameters.all()) {
