@@ -6,6 +6,9 @@
 // must not move what it reads. The members that E must have are exactly the calls below; their
 // tensors are E::Var, and the letters in comments are those of ops/ops.h.
 //
+// run_block() is given a layer's call of block() and makes it; a policy may make it again later, so
+// the call refers to nothing but the policy and the model.
+//
 // Hyper-connections delay the application of a sublayer's output: hc_site() of the next site
 // expands it into the streams while it reads them anyway. `Stream` is what flows from site to site.
 #pragma once
@@ -136,7 +139,12 @@ Stream<typename E::Var> backbone(E& e, const Model& model, const Before& before)
       e.observe_engram(layer, stream.x);
     }
     before(layer, stream);
-    block(e, layer, w, stream, published);
+    e.run_block(layer,
+                stream,
+                published,
+                [&e, &layer, &w](Stream<typename E::Var>& s, Published<typename E::Var>& p) {
+                  block(e, layer, w, s, p);
+                });
   }
   return stream;
 }

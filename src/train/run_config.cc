@@ -247,6 +247,7 @@ void read_quant(Section s, RunConfig& c) {
 void read_run(Section s, RunConfig& c) {
   s.read("out", c.out);
   s.read("threads", c.threads, 0, 1024);
+  s.read("recompute", c.forward.recompute);
   s.read("checkpoint_every", c.checkpoint_every, 1, kMost);
   s.read("keep_checkpoints", c.keep_checkpoints, 1, 1000);
   s.read("evaluate_every", c.evaluate_every, 0, kMost);

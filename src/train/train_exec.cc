@@ -147,10 +147,54 @@ Real* TrainExec<Real>::gradient_of(const Parameter<Real>& parameter) {
   Real*& sum = gradients_[&parameter];
   if (sum == nullptr) {
     const auto n = static_cast<int64_t>(parameter.value.size());
-    sum = tape_.array(n);
+    sum = tape_.keep_array(n);
     std::fill_n(sum, n, Real{0});
   }
   return sum;
+}
+
+template <class Real>
+typename TrainExec<Real>::Kept TrainExec<Real>::keep(const LayerSpec& layer,
+                                                     StreamVar& stream,
+                                                     Published<Var>& published) {
+  Kept kept;
+  kept.stream = stream = {.x = tape_.keep(stream.x),
+                          .pending = {tape_.keep(stream.pending.y),
+                                      tape_.keep(stream.pending.post),
+                                      tape_.keep(stream.pending.comb)},
+                          .pre = tape_.keep(stream.pre)};
+  if (layer.kv_source == layer.index) {
+    Source& source = sources_.at(layer.index);
+    kept.source = source = {tape_.keep(source.entries), tape_.keep(source.keys)};
+  }
+  if (layer.index_source == layer.index) {
+    Index& index = indexes_.at(layer.index);
+    kept.index_q = index.q = tape_.keep(index.q);
+    kept.index_w = index.w = tape_.keep(index.w);
+  }
+  published.candidates = tape_.keep(published.candidates);
+  return kept;
+}
+
+template <class Real>
+void TrainExec<Real>::take_gradients(const LayerSpec& layer,
+                                     const StreamVar& again,
+                                     const Kept& kept) {
+  tape_.take_gradient(again.x, kept.stream.x);
+  tape_.take_gradient(again.pending.y, kept.stream.pending.y);
+  tape_.take_gradient(again.pending.post, kept.stream.pending.post);
+  tape_.take_gradient(again.pending.comb, kept.stream.pending.comb);
+  tape_.take_gradient(again.pre, kept.stream.pre);
+  if (layer.kv_source == layer.index) {
+    const Source& source = sources_.at(layer.index);
+    tape_.take_gradient(source.entries, kept.source.entries);
+    tape_.take_gradient(source.keys, kept.source.keys);
+  }
+  if (layer.index_source == layer.index) {
+    const Index& index = indexes_.at(layer.index);
+    tape_.take_gradient(index.q, kept.index_q);
+    tape_.take_gradient(index.w, kept.index_w);
+  }
 }
 
 template <class Real>
@@ -511,6 +555,9 @@ void TrainExec<Real>::index_select(const LayerSpec& layer,
       q.width() / w.width(),
       {.table = rope(layer), .round = options_.quant.index ? kRoundIndex<Real> : nullptr});
   index.w = w;
+  if (again_) {
+    return;
+  }
   choose(index, published);
   const Source& source = sources_.at(layer.kv_source);
   index.selection.index(source.entries.rows());
@@ -721,7 +768,7 @@ Var<Real> TrainExec<Real>::attend(
   Real* probability = tape_.array(args.rows * args.heads * args.slots());
   Real* sink_probability = tape_.array(args.rows * args.heads);
   train::attend(pool_, args, o.value(), probability, sink_probability);
-  if (layer.ratio > 0) {
+  if (layer.ratio > 0 && !again_) {
     Index& index = indexes_.at(layer.index_source);
     if (!options_.indexer.own_layer || layer.index == layer.index_source) {
       parallel_for(
@@ -756,6 +803,21 @@ Var<Real> TrainExec<Real>::attend(
 // Experts. ---------------------------------------------------------------------------------------
 
 template <class Real>
+void TrainExec<Real>::report_routing(const LayerSpec& layer,
+                                     const RouterRows<Real>& args,
+                                     const int32_t* ids) {
+  std::vector<int64_t> load(static_cast<size_t>(args.experts), 0), load_image(load);
+  for (int64_t i = 0; i < args.rows * args.chosen; ++i) {
+    const bool image = batch_->is_image[static_cast<size_t>(i / args.chosen)] != 0;
+    ++(image ? load_image : load)[static_cast<size_t>(ids[i])];
+  }
+  report_.load.push_back(std::move(load));
+  report_.load_image.push_back(std::move(load_image));
+  report_.balance += static_cast<double>(balance_loss(args, ids, batch_->sample_begin)) /
+                     static_cast<double>((layer.stage >= 0 ? model_.draft : model_.layers).size());
+}
+
+template <class Real>
 std::pair<Var<Real>, Var<Real>> TrainExec<Real>::gate(const LayerSpec& layer,
                                                       Var u,
                                                       const model::MoeWeights& w) {
@@ -773,15 +835,9 @@ std::pair<Var<Real>, Var<Real>> TrainExec<Real>::gate(const LayerSpec& layer,
   const Var ids = tape_.make_ids(args.rows, args.chosen);
   const Var weights = tape_.make(args.rows, args.chosen);
   route(pool_, args, ids.node->ids, weights.value());
-  std::vector<int64_t> load(static_cast<size_t>(args.experts), 0), load_image(load);
-  for (int64_t i = 0; i < args.rows * args.chosen; ++i) {
-    const bool image = batch_->is_image[static_cast<size_t>(i / args.chosen)] != 0;
-    ++(image ? load_image : load)[static_cast<size_t>(ids.node->ids[i])];
+  if (!again_) {
+    report_routing(layer, args, ids.node->ids);
   }
-  report_.load.push_back(std::move(load));
-  report_.load_image.push_back(std::move(load_image));
-  report_.balance += static_cast<double>(balance_loss(args, ids.node->ids, batch_->sample_begin)) /
-                     static_cast<double>((layer.stage >= 0 ? model_.draft : model_.layers).size());
   // A draft block is too short a sequence to be balanced in itself.
   const auto coefficient =
       layer.stage >= 0 ? Real{0}

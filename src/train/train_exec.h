@@ -23,6 +23,7 @@
 #include "train/attention.h"
 #include "train/batch.h"
 #include "train/draft.h"
+#include "train/mixture.h"
 #include "train/parameters.h"
 #include "train/streams.h"
 #include "train/tape.h"
@@ -48,6 +49,9 @@ struct ForwardOptions {
   double auxiliary_scale = 1;
   uint64_t seed = 0;  // of the rows that the indexer objective compares
   bool gradients = true;
+  // Forgets what happens inside of a block of attention and experts and makes it again in the
+  // backward: the same gradients for less memory.
+  bool recompute = false;
   bool keep_logits = false;
   // Of the drafter's stage (train_drafter()): its blocks and their loss.
   const DraftBlocks* blocks = nullptr;
@@ -116,6 +120,36 @@ class TrainExec {
   Var engram_inject(Var x, Var kv, const model::EngramWeights& w);
   Var head(const StreamVar& stream, const TensorView& norm, const ops::Weight& weight);
 
+  template <class Body>
+  void run_block(const model::LayerSpec& layer,
+                 StreamVar& stream,
+                 model::Published<Var>& published,
+                 const Body& body) {
+    if (!options_.recompute || !recording_) {
+      body(stream, published);
+      return;
+    }
+    const StreamVar before = stream;
+    const model::Published<Var> seen = published;
+    recording_ = false;
+    tape_.begin_segment();
+    body(stream, published);
+    const Kept kept = keep(layer, stream, published);
+    tape_.end_segment();
+    recording_ = true;
+    tape_.record([this, &layer, before, seen, kept, body] {
+      tape_.begin_segment();
+      again_ = true;
+      StreamVar again = before;
+      model::Published<Var> ignored = seen;
+      body(again, ignored);
+      again_ = false;
+      take_gradients(layer, again, kept);
+      tape_.backward();
+      tape_.end_segment();
+    });
+  }
+
   // Calls of the drafter's parts.
   Var tap(Var taps, const model::LayerSpec& layer, const StreamVar& stream);
   Var rms_norm(Var x, const TensorView& norm) { return norm_rows(x, norm); }
@@ -163,6 +197,14 @@ class TrainExec {
 
   // The gradient to add to, zeroed when it is first asked for.
   Real* gradient_of(const Parameter<Real>& parameter);
+  // What a block that is made again leaves for the rest of the forward.
+  struct Kept {
+    StreamVar stream;
+    Source source;         // of a KV source
+    Var index_q, index_w;  // of an index source
+  };
+  Kept keep(const model::LayerSpec& layer, StreamVar& stream, model::Published<Var>& published);
+  void take_gradients(const model::LayerSpec& layer, const StreamVar& again, const Kept& kept);
   Var linear_groups(Var x, const ops::Weight& w, int64_t groups);
   // Rotation table of a layer, [T, R/2, 2].
   const Real* rope(const model::LayerSpec& layer) const {
@@ -194,6 +236,9 @@ class TrainExec {
   void choose(Index& index, model::Published<Var>& published);
   void compare_rows(Index& index);
   void indexer_objective();
+  void report_routing(const model::LayerSpec& layer,
+                      const RouterRows<Real>& args,
+                      const int32_t* ids);
   PendingRows<Real> pending_rows(const model::PendingVar<Var>& pending) const;
   PendingRows<Real> pending_gradients(const model::PendingVar<Var>& pending);
   StreamShape stream_shape() const;
@@ -209,6 +254,7 @@ class TrainExec {
   ForwardOptions options_;
   const Batch* batch_;  // the rows that ops run over
   bool recording_;
+  bool again_ = false;  // a block is being made again: choices and reports stand
   Tape<Real>& tape_;
   Arena& scratch_;
   ThreadPool* pool_;

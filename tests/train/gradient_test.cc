@@ -275,6 +275,53 @@ TEST(TrainExec, FloatAgreesWithDouble) {
   }
 }
 
+// Blocks that are made again give the same bits, for less memory.
+TEST(TrainExec, RecomputationChangesNoBit) {
+  ParameterSet<float> parameters(odd_config());
+  randomize(parameters, 5);
+  const std::vector<int32_t> a = random_tokens(29, 19, 1), b = random_tokens(12, 19, 2);
+  const std::vector<Sample> samples = {{a, {}}, {b, {}}};
+  const Batch batch = make_batch(samples);
+  ForwardOptions options;
+  options.quant = {.window = true, .main = true, .index = true};
+  options.candidates = true;
+  options.indexer.queries = 9;
+  struct Run {
+    std::vector<std::vector<float>> gradients;
+    ForwardReport report;
+    int64_t bytes;
+  };
+  const auto run = [&](bool recompute) {
+    options.recompute = recompute;
+    Run result;
+    Tape<float> tape;
+    Arena scratch;
+    TrainExec<float> exec(parameters, options, batch, tape, scratch, nullptr);
+    model::forward(exec, parameters.model());
+    tape.backward();
+    for (const Parameter<float>& parameter : parameters.all()) {
+      const float* gradient = exec.gradient(parameter);
+      result.gradients.emplace_back();
+      if (gradient != nullptr) {
+        result.gradients.back().assign(gradient, gradient + parameter.value.size());
+      }
+    }
+    result.report = exec.report();
+    result.bytes = tape.most_bytes();
+    return result;
+  };
+  const Run plain = run(false), again = run(true);
+  for (size_t i = 0; i < plain.gradients.size(); ++i) {
+    EXPECT_EQ(again.gradients[i], plain.gradients[i]) << parameters.all()[i].spec.name;
+  }
+  EXPECT_EQ(again.report.loss_sum, plain.report.loss_sum);
+  EXPECT_EQ(again.report.indexer, plain.report.indexer);
+  EXPECT_EQ(again.report.balance, plain.report.balance);
+  EXPECT_EQ(again.report.load, plain.report.load);
+  // Gradients of the weights take their part of both.
+  EXPECT_LT(again.bytes, 0.8 * static_cast<double>(plain.bytes));
+}
+
 TEST(TrainExec, PackedSamplesDoNotSeeEachOtherAndThreadsChangeNothing) {
   ParameterSet<float> parameters(odd_config());
   randomize(parameters, 5);
