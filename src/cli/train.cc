@@ -8,6 +8,7 @@
 #include "base/format.h"
 #include "base/json.h"
 #include "cli/command.h"
+#include "train/evaluation.h"
 #include "train/run_config.h"
 #include "train/run_state.h"
 #include "train/trainer.h"
@@ -56,6 +57,15 @@ Status run_training(const TrainFlags& flags) {
                    .c_str(),
                stderr);
   };
+  listener.on_draft_evaluation = [&](int64_t step, const train::DraftEvaluation& e) {
+    std::fputs(fmt::format("{}step {}: held-out draft loss {:.4f}, acceptance length {:.4f}\n",
+                           terminal ? "\r\033[K" : "",
+                           step,
+                           e.loss,
+                           e.length)
+                   .c_str(),
+               stderr);
+  };
   const Status status = trainer->run(listener);
   if (terminal) {
     std::fputs("\n", stderr);
@@ -68,7 +78,7 @@ struct RunFlags {
   std::vector<std::string> data;
   int64_t step = 0, sequence = 512, tokens = int64_t{1} << 40;
   int threads = 0;
-  bool exported = false, json = false;
+  bool exported = false, drafter = false, json = false;
 };
 
 // The state that the flags name: the last one by default.
@@ -88,6 +98,47 @@ Status export_model(const RunFlags& flags) {
   ThreadPool pool(flags.threads);
   CACHALOT_RETURN_IF_ERROR(train::export_run(flags.run, step, flags.out, pool));
   std::fputs(fmt::format("{}: the model of step {}\n", flags.out, step).c_str(), stderr);
+  return {};
+}
+
+Status evaluate_draft(const RunFlags& flags,
+                      int64_t step,
+                      train::ParameterSet<float>& parameters,
+                      const train::ForwardOptions& options,
+                      const train::Corpus& corpus,
+                      const train::EvaluationText& text,
+                      ThreadPool& pool) {
+  if (parameters.model().draft.empty()) {
+    return invalid("--drafter: the model of '{}' has no drafter", flags.run);
+  }
+  const train::DraftEvaluation result =
+      train::evaluate_drafter(parameters, options, corpus, text, pool);
+  if (result.samples.empty()) {
+    return invalid("--data holds no draft block of {} tokens",
+                   parameters.model().config.dspark_block_size);
+  }
+  JsonWriter w;
+  std::string positions;
+  w.begin_object()
+      .field("step", step)
+      .field("acceptance_length", result.length)
+      .field("blocks", result.samples.size())
+      .key("acceptance")
+      .begin_array();
+  for (double acceptance : result.acceptance) {
+    w.value(acceptance);
+    positions += fmt::format(" {:.4f}", acceptance);
+  }
+  w.end_array().end_object();
+  std::fputs(
+      (flags.json ? w.text() + "\n"
+                  : fmt::format("step {}: acceptance length {:.4f} ({} blocks); per position{}\n",
+                                step,
+                                result.length,
+                                result.samples.size(),
+                                positions))
+          .c_str(),
+      stdout);
   return {};
 }
 
@@ -114,14 +165,13 @@ Status evaluate_run(const RunFlags& flags) {
                                          .vocab_size = model.config.vocab_size},
                                         pool));
   }
-  const train::Evaluation result = train::evaluate(*parameters,
-                                                   options,
-                                                   corpus,
-                                                   model.tokenizer,
-                                                   flags.sequence,
-                                                   2 * flags.sequence,
-                                                   flags.tokens,
-                                                   &pool);
+  const train::EvaluationText text{
+      .sequence = flags.sequence, .micro_tokens = 2 * flags.sequence, .most = flags.tokens};
+  if (flags.drafter) {
+    return evaluate_draft(flags, step, *parameters, options, corpus, text, pool);
+  }
+  const train::Evaluation result =
+      train::evaluate(*parameters, options, corpus, model.tokenizer, text, pool);
   if (result.targets == 0) {
     return invalid("--data holds no sample of two tokens");
   }
@@ -183,6 +233,7 @@ void add_eval(CLI::App& app, Action& action) {
       ->check(CLI::Range(int64_t{2}, int64_t{1} << 20))
       ->capture_default_str();
   command->add_option("--tokens", flags->tokens, "At most about this many")->capture_default_str();
+  command->add_flag("--drafter", flags->drafter, "Its drafter's acceptance instead");
   command->add_flag("--exported", flags->exported, "With the rounding of an exported checkpoint");
   command->add_option("--threads", flags->threads, "0: one per processor")->capture_default_str();
   command->add_flag("--json", flags->json, "One JSON document");

@@ -6,6 +6,9 @@
 // must not move what it reads. The members that E must have are exactly the calls below; their
 // tensors are E::Var, and the letters in comments are those of ops/ops.h.
 //
+// run_block() is given a layer's call of block() and makes it; a policy may make it again later, so
+// the call refers to nothing but the policy and the model.
+//
 // Hyper-connections delay the application of a sublayer's output: hc_site() of the next site
 // expands it into the streams while it reads them anyway. `Stream` is what flows from site to site.
 #pragma once
@@ -136,7 +139,12 @@ Stream<typename E::Var> backbone(E& e, const Model& model, const Before& before)
       e.observe_engram(layer, stream.x);
     }
     before(layer, stream);
-    block(e, layer, w, stream, published);
+    e.run_block(layer,
+                stream,
+                published,
+                [&e, &layer, &w](Stream<typename E::Var>& s, Published<typename E::Var>& p) {
+                  block(e, layer, w, s, p);
+                });
   }
   return stream;
 }
@@ -160,17 +168,30 @@ void draft_context(E& e, const Model& model, typename E::Var taps) {
   }
 }
 
-// forward() that also extends the drafter's context. A tap is the mean of the streams.
+// The backbone's streams and what the drafter reads of them: a tap is the mean of the streams.
+template <class Var>
+struct Tapped {
+  Stream<Var> stream;
+  Var taps;  // [T, taps D]
+};
+
 template <class E>
-typename E::Var forward_with_context(E& e, const Model& model) {
-  typename E::Var taps;  // [T, taps D]
+Tapped<typename E::Var> backbone_with_taps(E& e, const Model& model) {
+  typename E::Var taps;
   const auto stream = backbone(e, model, [&](const LayerSpec& layer, const auto& before) {
     if (layer.tap >= 0) {
       taps = e.tap(taps, layer, before);
     }
   });
-  draft_context(e, model, taps);
-  return e.head(stream, model.weights.norm, model.weights.head);
+  return {stream, taps};
+}
+
+// forward() that also extends the drafter's context.
+template <class E>
+typename E::Var forward_with_context(E& e, const Model& model) {
+  const auto target = backbone_with_taps(e, model);
+  draft_context(e, model, target.taps);
+  return e.head(target.stream, model.weights.norm, model.weights.head);
 }
 
 // A draft block's rows before its sequential part (ops::draft_head).

@@ -122,6 +122,10 @@ class InferExec {
   Var engram_inject(Var x, Var kv, const EngramWeights& w);
   Var head(const StreamVar& stream, const TensorView& norm, const ops::Weight& weight);
 
+  template <class Body>
+  void run_block(const LayerSpec&, StreamVar& stream, Published<Var>& published, const Body& body) {
+    body(stream, published);
+  }
   Var tap(Var taps, const LayerSpec& layer, const StreamVar& stream);
   Var rms_norm(Var x, const TensorView& norm);
   void context_finish(const LayerSpec& stage, Var kv, const TensorView& kv_norm);

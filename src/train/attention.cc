@@ -11,16 +11,22 @@ namespace {
 
 constexpr int64_t kGrain = 8;
 
+// The window of a row is [window_begin, window_end).
 template <class Real>
 int64_t window_begin(const AttentionRows<Real>& args, int64_t row) {
-  return std::max<int64_t>(args.first_row[row], row - args.window + 1);
+  return args.mutual ? args.first_row[row]
+                     : std::max<int64_t>(args.first_row[row], row - args.window + 1);
+}
+template <class Real>
+int64_t window_end(const AttentionRows<Real>& args, int64_t row) {
+  return args.mutual ? args.first_row[row] + args.window : row + 1;
 }
 
 // Keys of a row: its window, then its selected entries. Returns their number.
 template <class Real>
 int64_t gather_keys(const AttentionRows<Real>& args, int64_t row, const Real** keys) {
   int64_t count = 0;
-  for (int64_t j = window_begin(args, row); j <= row; ++j) {
+  for (int64_t j = window_begin(args, row), end = window_end(args, row); j < end; ++j) {
     keys[count++] = args.keys + j * args.dim;
   }
   if (args.selection != nullptr) {
@@ -156,7 +162,8 @@ void attend_backward(ThreadPool* pool,
     std::vector<const Real*> vectors;
     for (int64_t key = first; key < last; ++key) {
       uses.clear();
-      for (int64_t row = key; row < args.rows && row < key + args.window; ++row) {
+      const int64_t begin = args.mutual ? args.first_row[key] : key;
+      for (int64_t row = begin; row < args.rows && row < begin + args.window; ++row) {
         if (args.first_row[row] > key) {
           break;
         }
@@ -182,7 +189,7 @@ void attend_backward(ThreadPool* pool,
            ++i) {
         const Selection::Use& use = selection.use[static_cast<size_t>(i)];
         // Entries lie behind the row's window keys.
-        const int64_t keys = use.row - window_begin(args, use.row) + 1;
+        const int64_t keys = window_end(args, use.row) - window_begin(args, use.row);
         uses.push_back({use.row, static_cast<int32_t>(keys + use.slot)});
       }
       add(uses, weights, vectors, dentries + entry * dim);

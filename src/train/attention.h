@@ -29,10 +29,11 @@ struct Selection {
 template <class Real>
 struct AttentionRows {
   int64_t rows = 0, heads = 0, dim = 0, window = 0;
-  const int32_t* first_row = nullptr;    // [T] first row of the row's sample
-  const Real* q = nullptr;               // [T, H K], rotated
-  const Real* keys = nullptr;            // [T, K] window rows
-  const Real* entries = nullptr;         // [G, K]; null in window-only layers
+  bool mutual = false;                 // a row sees all `window` rows of its sample, later ones too
+  const int32_t* first_row = nullptr;  // [T] first row of the row's sample
+  const Real* q = nullptr;             // [T, H K], rotated
+  const Real* keys = nullptr;          // [T, K] window rows
+  const Real* entries = nullptr;       // [G, K]; null in window-only layers
   const Selection* selection = nullptr;  // of the entries
   const Real* sink = nullptr;            // [H]
 

@@ -40,6 +40,20 @@ struct Scores {
   Real total = static_cast<Real>(kWeightEps);
 };
 
+// What the scores of the chosen experts are divided by: several share one weight, a single one
+// weighs its score.
+template <class Real>
+Real chosen_sum(const Scores<Real>& scores, const int32_t* ids, int64_t k) {
+  if (k == 1) {
+    return Real{1};
+  }
+  Real sum = static_cast<Real>(kWeightEps);
+  for (int64_t i = 0; i < k; ++i) {
+    sum += scores.s[static_cast<size_t>(ids[i])];
+  }
+  return sum;
+}
+
 // How often each expert was chosen by rows [begin, end).
 template <class Real>
 std::vector<int64_t> counts_of(const RouterRows<Real>& args,
@@ -76,13 +90,9 @@ void route(ThreadPool* pool, const RouterRows<Real>& args, int32_t* ids, Real* w
       });
       std::sort(order.begin(), order.begin() + k);
       std::copy_n(order.begin(), k, ids + t * k);
-      Real sum = 0;
+      const Real divisor = chosen_sum(scores, ids + t * k, k);
       for (int64_t i = 0; i < k; ++i) {
-        sum += scores.s[static_cast<size_t>(order[static_cast<size_t>(i)])];
-      }
-      for (int64_t i = 0; i < k; ++i) {
-        weights[t * k + i] = scores.s[static_cast<size_t>(order[static_cast<size_t>(i)])] /
-                             (sum + static_cast<Real>(kWeightEps)) * args.scale;
+        weights[t * k + i] = scores.s[static_cast<size_t>(ids[t * k + i])] / divisor * args.scale;
       }
     }
   });
@@ -146,11 +156,9 @@ void route_backward(ThreadPool* pool,
           ds[e] = (load[e] - mean) / scores.total;
         }
         if (dweights != nullptr) {
-          Real sum = static_cast<Real>(kWeightEps), along = 0;
-          for (int64_t i = 0; i < k; ++i) {
-            sum += scores.s[static_cast<size_t>(ids[t * k + i])];
-          }
-          for (int64_t i = 0; i < k; ++i) {
+          const Real sum = chosen_sum(scores, ids + t * k, k);
+          Real along = 0;
+          for (int64_t i = 0; k > 1 && i < k; ++i) {
             along += dweights[t * k + i] * scores.s[static_cast<size_t>(ids[t * k + i])] / sum;
           }
           for (int64_t i = 0; i < k; ++i) {

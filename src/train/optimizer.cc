@@ -63,7 +63,7 @@ UpdateRule update_rule(const model::ModelConfig& config, const model::WeightSpec
   return {.update = Update::kAdam};
 }
 
-Optimizer::Optimizer(ParameterSet<float>& parameters, const OptimizerOptions& options)
+Optimizer::Optimizer(ParameterSet<float>& parameters, const OptimizerOptions& options, Stage stage)
     : parameters_(parameters), options_(options) {
   const model::ModelConfig& config = parameters.model().config;
   for (size_t i = 0; i < parameters.all().size(); ++i) {
@@ -75,7 +75,8 @@ Optimizer::Optimizer(ParameterSet<float>& parameters, const OptimizerOptions& op
       rule.update = Update::kAdam;
     }
     const bool trains =
-        rule.update != Update::kBias && parameter.spec.part != model::WeightPart::kDraft;
+        rule.update != Update::kBias &&
+        (parameter.spec.part == model::WeightPart::kDraft) == (stage == Stage::kDrafter);
     OptimizerState& state = states_.emplace_back();
     trains_.push_back(trains);
     if (trains) {
@@ -142,21 +143,24 @@ void Optimizer::step(int64_t step, double rate, double gradient_scale, ThreadPoo
 
 double gradient_norm(const ParameterSet<float>& parameters,
                      const Optimizer& optimizer,
+                     ThreadPool* pool,
                      std::string* worst) {
-  double squares = 0;
-  for (size_t i = 0; i < parameters.all().size(); ++i) {
-    if (!optimizer.trains(i)) {
-      continue;
+  std::vector<double> squares(parameters.all().size(), 0.0);
+  parallel_tasks(pool, static_cast<int64_t>(squares.size()), [&](int64_t index) {
+    const auto i = static_cast<size_t>(index);
+    if (optimizer.trains(i)) {
+      const std::vector<float>& grad = parameters.all()[i].grad;
+      squares[i] = dot(grad.data(), grad.data(), static_cast<int64_t>(grad.size()));
     }
-    const std::vector<float>& grad = parameters.all()[i].grad;
-    const auto sum =
-        static_cast<double>(dot(grad.data(), grad.data(), static_cast<int64_t>(grad.size())));
-    if (!std::isfinite(sum) && worst->empty()) {
+  });
+  double sum = 0;
+  for (size_t i = 0; i < squares.size(); ++i) {
+    if (!std::isfinite(squares[i]) && worst->empty()) {
       *worst = parameters.all()[i].spec.name;
     }
-    squares += sum;
+    sum += squares[i];
   }
-  return std::sqrt(squares);
+  return std::sqrt(sum);
 }
 
 }  // namespace cachalot::train

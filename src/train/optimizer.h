@@ -52,10 +52,18 @@ struct OptimizerState {
   std::vector<float> second;  // second moment; AdamW only
 };
 
-// Updates all weights but router biases and draft stages. Not thread-safe.
+// What a run trains.
+enum class Stage : uint8_t {
+  kBackbone,  // everything but the drafter
+  kDrafter,   // the drafter alone, behind the frozen backbone
+};
+
+// Updates the weights of a stage but its router biases. Not thread-safe.
 class Optimizer {
  public:
-  Optimizer(ParameterSet<float>& parameters, const OptimizerOptions& options);
+  Optimizer(ParameterSet<float>& parameters,
+            const OptimizerOptions& options,
+            Stage stage = Stage::kBackbone);
 
   // One step with the gradients times `gradient_scale`; `step` counts from 1.
   void step(int64_t step, double rate, double gradient_scale, ThreadPool* pool);
@@ -82,6 +90,7 @@ class Optimizer {
 // weight with a gradient that is not finite, or stays empty.
 double gradient_norm(const ParameterSet<float>& parameters,
                      const Optimizer& optimizer,
+                     ThreadPool* pool,
                      std::string* worst);
 
 }  // namespace cachalot::train

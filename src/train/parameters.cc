@@ -101,6 +101,7 @@ ParameterSet<Real>::ParameterSet(const model::ModelConfig& config) {
   }
   model_.config = plain;
   model_.layers = model::layer_schedule(plain);
+  model_.draft = model::draft_schedule(plain);
   model_.weights =
       model::resolve_weights(plain, [&](const std::string& name) { return views.at(name); });
   model_.engram = model::engram_constants(plain);
@@ -146,22 +147,30 @@ void ParameterSet<Real>::zero_gradients(ThreadPool* pool) {
 
 template <class Real>
 void ParameterSet<Real>::apply(const QuantSwitches& switches, ThreadPool* pool) {
+  struct Piece {
+    Parameter<Real>* parameter;
+    int64_t first;  // row
+  };
+  std::vector<Piece> pieces;
   for (Parameter<Real>& parameter : parameters_) {
     if (!simulated(parameter.spec, switches)) {
       parameter.stored.clear();
       continue;
     }
     parameter.stored.resize(parameter.value.size());
-    const int64_t rows = parameter.rows(), columns = parameter.columns();
-    const int64_t pieces = (rows + kRoundRows - 1) / kRoundRows;
-    parallel_tasks(pool, pieces, [&](int64_t piece) {
-      const int64_t first = piece * kRoundRows, count = std::min(kRoundRows, rows - first);
-      const Real* from = parameter.value.data() + first * columns;
-      std::vector<float> values(from, from + count * columns);
-      round_to_storage(parameter.spec, count, columns, values.data());
-      std::copy(values.begin(), values.end(), parameter.stored.data() + first * columns);
-    });
+    for (int64_t first = 0; first < parameter.rows(); first += kRoundRows) {
+      pieces.push_back({&parameter, first});
+    }
   }
+  parallel_tasks(pool, static_cast<int64_t>(pieces.size()), [&](int64_t index) {
+    const auto [parameter, first] = pieces[static_cast<size_t>(index)];
+    const int64_t columns = parameter->columns();
+    const int64_t count = std::min(kRoundRows, parameter->rows() - first);
+    const Real* from = parameter->value.data() + first * columns;
+    std::vector<float> values(from, from + count * columns);
+    round_to_storage(parameter->spec, count, columns, values.data());
+    std::copy(values.begin(), values.end(), parameter->stored.data() + first * columns);
+  });
 }
 
 template class ParameterSet<float>;

@@ -110,6 +110,10 @@ Status plot_log(const std::string& log_path, const std::string& svg_path) {
       {"loss (nats per token)",
        false,
        {{"loss", "training", "#1f77b4"}, {"heldout_loss", "held out", "#d62728"}}},
+      {"drafter: acceptance",
+       false,
+       {{"acceptance", "training, per position", "#1f77b4"},
+        {"acceptance_length", "held out, tokens per verification", "#d62728"}}},
       {"expert load: max / mean - 1", false, {{"violation", "mean over layers", "#2ca02c"}}},
       {"gradient norm", true, {{"gradient_norm", "before clipping", "#9467bd"}}},
   };
@@ -142,16 +146,21 @@ Status plot_log(const std::string& log_path, const std::string& svg_path) {
       }
     }
   }
-  std::string svg = fmt::format(
-      "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"{}\" height=\"{}\" "
-      "font-family=\"sans-serif\" font-size=\"12\">\n"
-      "<rect width=\"100%\" height=\"100%\" fill=\"white\"/>\n",
-      kWidth,
-      kHeight * static_cast<double>(panels.size()));
+  // Panels without a curve are left out.
+  std::string drawn;
+  double height = 0;
   for (size_t p = 0; p < panels.size(); ++p) {
-    svg += draw(panels[p], points[p], kHeight * static_cast<double>(p), last);
+    const std::string panel = draw(panels[p], points[p], height, last);
+    height += panel.empty() ? 0 : kHeight;
+    drawn += panel;
   }
-  return write_file(svg_path, svg + "</svg>\n");
+  return write_file(svg_path,
+                    fmt::format("<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"{}\" "
+                                "height=\"{}\" font-family=\"sans-serif\" font-size=\"12\">\n"
+                                "<rect width=\"100%\" height=\"100%\" fill=\"white\"/>\n{}</svg>\n",
+                                kWidth,
+                                height,
+                                drawn));
 }
 
 }  // namespace cachalot::train

@@ -155,6 +155,8 @@ void read_model(Section s, RunConfig& c) {
   s.read("config", c.config);
   s.read("set", c.set);
   s.read("tokenizer", c.tokenizer);
+  s.read("from", c.from);
+  c.stage = s.choose("stage", {"backbone", "drafter"}, 0) == 1 ? Stage::kDrafter : Stage::kBackbone;
   c.classes_from_tokenizer = s.choose("engram_classes", {"config", "tokenizer"}, 0) == 1;
   auto seed = static_cast<int64_t>(c.seed);
   s.read("seed", seed, 0, kMost);
@@ -220,6 +222,16 @@ void read_objective(Section s, RunConfig& c) {
   s.finish();
 }
 
+void read_drafter(Section s, RunConfig& c) {
+  DraftObjective& d = c.forward.draft;
+  s.read("anchors", d.anchors, 1, 1 << 20);
+  s.read("decay", d.decay, 0, 1e9);
+  s.read("cross_entropy", d.cross_entropy, 0, 1e3);
+  s.read("distance", d.distance, 0, 1e3);
+  s.read("confidence", d.confidence, 0, 1e3);
+  s.finish();
+}
+
 void read_quant(Section s, RunConfig& c) {
   QuantSwitches& q = c.forward.quant;
   s.read("window", q.window);
@@ -235,6 +247,7 @@ void read_quant(Section s, RunConfig& c) {
 void read_run(Section s, RunConfig& c) {
   s.read("out", c.out);
   s.read("threads", c.threads, 0, 1024);
+  s.read("recompute", c.forward.recompute);
   s.read("checkpoint_every", c.checkpoint_every, 1, kMost);
   s.read("keep_checkpoints", c.keep_checkpoints, 1, 1000);
   s.read("evaluate_every", c.evaluate_every, 0, kMost);
@@ -289,18 +302,29 @@ Result<RunConfig> parse_run_config(std::string_view text,
   read_schedule(section("schedule"), c);
   read_optimizer(section("optimizer"), c);
   read_objective(section("objective"), c);
+  read_drafter(section("drafter"), c);
   read_quant(section("quant"), c);
   read_run(section("run"), c);
   for (const auto& [key, node] : root) {
     const std::set<std::string_view> known = {
-        "model", "data", "schedule", "optimizer", "objective", "quant", "run"};
+        "model", "data", "schedule", "optimizer", "objective", "drafter", "quant", "run"};
     if (status.ok() && !known.contains(key.str())) {
       status = invalid("{}: [{}] is not a known section", source, key.str());
     }
   }
   CACHALOT_RETURN_IF_ERROR(status);
-  if (c.preset.empty() == c.config.empty()) {
-    return invalid("{}: [model] needs either 'preset' or 'config'", source);
+  if (int{!c.preset.empty()} + int{!c.config.empty()} + int{!c.from.empty()} != 1) {
+    return invalid("{}: [model] needs either 'preset', 'config' or 'from'", source);
+  }
+  if (!c.from.empty() && (!c.set.empty() || !c.tokenizer.empty() || c.classes_from_tokenizer)) {
+    return invalid(
+        "{}: model.from brings its config and tokenizer; 'set', 'tokenizer' and "
+        "'engram_classes' do not go with it",
+        source);
+  }
+  if (c.stage == Stage::kDrafter && c.from.empty()) {
+    return invalid("{}: model.stage is \"drafter\", which needs 'from', the backbone's run",
+                   source);
   }
   if (c.train.empty()) {
     return invalid("{}: data.train names no files", source);

@@ -25,7 +25,9 @@ struct RunConfig {
   std::vector<std::string> set;         // "key=value" changes of it
   std::string tokenizer;                // tokenizer.json; empty: a byte-level one
   bool classes_from_tokenizer = false;  // Engram classes: of the tokenizer instead of the config's
-  uint64_t seed = 1;                    // of initial values and of the order of the data
+  std::string from;                     // or a run's folder: its model and its last weights
+  Stage stage = Stage::kBackbone;
+  uint64_t seed = 1;  // of initial values and of the order of the data
   // [data]
   std::vector<DataSource> train;
   std::vector<std::string> heldout;
@@ -39,7 +41,7 @@ struct RunConfig {
   OptimizerOptions optimizer;
   double clip = 1.0;         // of the gradient norm; 0: none
   double bias_speed = 1e-3;  // of router biases
-  // [objective], [quant]
+  // [objective], [drafter], [quant]
   ForwardOptions forward;
   // [run]
   std::string out;  // the run's folder

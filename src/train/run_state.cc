@@ -4,12 +4,14 @@
 #include <charconv>
 #include <cstring>
 #include <filesystem>
+#include <nlohmann/json.hpp>
 
 #include "base/file.h"
 #include "base/format.h"
 #include "io/safetensors.h"
 #include "model/checkpoint_writer.h"
 #include "text/token_classes.h"
+#include "train/draft_calibration.h"
 
 namespace cachalot::train {
 namespace {
@@ -179,7 +181,19 @@ Status export_run(const std::string& folder,
       std::copy_n(values + begin, to.size(), to.begin());
     };
   };
-  return model::write_checkpoint(run.config, out, run.tokenizer_json, source, pool);
+  CACHALOT_RETURN_IF_ERROR(
+      model::write_checkpoint(run.config, out, run.tokenizer_json, source, pool));
+  // The calibration belongs to the state that it was fitted with.
+  const std::string calibration = folder + "/" + kDraftCalibrationFile;
+  if (!file_exists(calibration)) {
+    return {};
+  }
+  CACHALOT_TRY(const std::string text, read_file(calibration));
+  const nlohmann::json record = nlohmann::json::parse(text, nullptr, false);
+  if (!record.is_object() || record.value("step", int64_t{-1}) != step) {
+    return {};
+  }
+  return write_file(out + "/" + kDraftCalibrationFile, text);
 }
 
 }  // namespace cachalot::train

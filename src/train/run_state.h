@@ -2,6 +2,7 @@
 //
 //   config.json, tokenizer.json   the model
 //   state-00000100.safetensors    everything that step 101 needs; appears whole or not at all
+//   draft_calibration.json        of a drafter's last state, where there is held-out text
 //   log.jsonl                     one line per step and evaluation
 //   plot.svg                      the log as curves
 #pragma once
@@ -56,7 +57,8 @@ Result<RunPosition> load_state(const std::string& path,
                                ParameterSet<float>& parameters,
                                std::vector<OptimizerState>* states);
 
-// Writes the model of a state as a checkpoint in the official layout.
+// Writes the model of a state as a checkpoint in the official layout, with the calibration of that
+// state's drafter if there is one.
 Status export_run(const std::string& folder,
                   int64_t step,
                   const std::string& out,

@@ -128,7 +128,8 @@ TrainExec<Real>::TrainExec(ParameterSet<Real>& parameters,
     : parameters_(parameters),
       model_(parameters.model()),
       options_(options),
-      batch_(batch),
+      batch_(&batch),
+      recording_(options.gradients && options.blocks == nullptr),
       tape_(tape),
       scratch_(scratch),
       pool_(pool),
@@ -136,8 +137,69 @@ TrainExec<Real>::TrainExec(ParameterSet<Real>& parameters,
       compressed_rope_(rope_rows<Real>(batch.position, model_.compressed_frequency)) {}
 
 template <class Real>
+const Real* TrainExec<Real>::gradient(const Parameter<Real>& parameter) const {
+  const auto found = gradients_.find(&parameter);
+  return found == gradients_.end() ? nullptr : found->second;
+}
+
+template <class Real>
+Real* TrainExec<Real>::gradient_of(const Parameter<Real>& parameter) {
+  Real*& sum = gradients_[&parameter];
+  if (sum == nullptr) {
+    const auto n = static_cast<int64_t>(parameter.value.size());
+    sum = tape_.keep_array(n);
+    std::fill_n(sum, n, Real{0});
+  }
+  return sum;
+}
+
+template <class Real>
+typename TrainExec<Real>::Kept TrainExec<Real>::keep(const LayerSpec& layer,
+                                                     StreamVar& stream,
+                                                     Published<Var>& published) {
+  Kept kept;
+  kept.stream = stream = {.x = tape_.keep(stream.x),
+                          .pending = {tape_.keep(stream.pending.y),
+                                      tape_.keep(stream.pending.post),
+                                      tape_.keep(stream.pending.comb)},
+                          .pre = tape_.keep(stream.pre)};
+  if (layer.kv_source == layer.index) {
+    Source& source = sources_.at(layer.index);
+    kept.source = source = {tape_.keep(source.entries), tape_.keep(source.keys)};
+  }
+  if (layer.index_source == layer.index) {
+    Index& index = indexes_.at(layer.index);
+    kept.index_q = index.q = tape_.keep(index.q);
+    kept.index_w = index.w = tape_.keep(index.w);
+  }
+  published.candidates = tape_.keep(published.candidates);
+  return kept;
+}
+
+template <class Real>
+void TrainExec<Real>::take_gradients(const LayerSpec& layer,
+                                     const StreamVar& again,
+                                     const Kept& kept) {
+  tape_.take_gradient(again.x, kept.stream.x);
+  tape_.take_gradient(again.pending.y, kept.stream.pending.y);
+  tape_.take_gradient(again.pending.post, kept.stream.pending.post);
+  tape_.take_gradient(again.pending.comb, kept.stream.pending.comb);
+  tape_.take_gradient(again.pre, kept.stream.pre);
+  if (layer.kv_source == layer.index) {
+    const Source& source = sources_.at(layer.index);
+    tape_.take_gradient(source.entries, kept.source.entries);
+    tape_.take_gradient(source.keys, kept.source.keys);
+  }
+  if (layer.index_source == layer.index) {
+    const Index& index = indexes_.at(layer.index);
+    tape_.take_gradient(index.q, kept.index_q);
+    tape_.take_gradient(index.w, kept.index_w);
+  }
+}
+
+template <class Real>
 StreamShape TrainExec<Real>::stream_shape() const {
-  return {batch_.rows(), model_.config.hc_mult, model_.config.hidden_size};
+  return {batch_->rows(), model_.config.hc_mult, model_.config.hidden_size};
 }
 
 template <class Real>
@@ -157,7 +219,7 @@ std::vector<int32_t> TrainExec<Real>::selected(int64_t layer) const {
   std::vector<int32_t> ids = index.selection.entry;
   for (size_t i = 0; i < ids.size(); ++i) {
     const size_t row = i / static_cast<size_t>(index.selection.width);
-    ids[i] -= ids[i] < 0 ? 0 : groups.begin[static_cast<size_t>(batch_.sample[row])];
+    ids[i] -= ids[i] < 0 ? 0 : groups.begin[static_cast<size_t>(batch_->sample[row])];
   }
   return ids;
 }
@@ -166,11 +228,11 @@ template <class Real>
 const typename TrainExec<Real>::Groups& TrainExec<Real>::groups(int64_t ratio) {
   Groups& groups = groups_[ratio];
   if (groups.begin.empty()) {
-    for (int64_t s = 0; s < batch_.samples(); ++s) {
+    for (int64_t s = 0; s < batch_->samples(); ++s) {
       groups.begin.push_back(static_cast<int32_t>(groups.count()));
-      const int32_t end = batch_.sample_begin[static_cast<size_t>(s) + 1];
+      const int32_t end = batch_->sample_begin[static_cast<size_t>(s) + 1];
       for (int32_t row =
-               batch_.sample_begin[static_cast<size_t>(s)] + static_cast<int32_t>(ratio) - 1;
+               batch_->sample_begin[static_cast<size_t>(s)] + static_cast<int32_t>(ratio) - 1;
            row < end;
            row += static_cast<int32_t>(ratio)) {
         groups.first_row.push_back(row - static_cast<int32_t>(ratio) + 1);
@@ -190,17 +252,21 @@ Var<Real> TrainExec<Real>::embed(const ops::Weight& weight) {
   const Var x = tape_.make(s.rows, s.row_size());
   parallel_for(pool_, s.rows, kGrain, [&](int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; ++t) {
-      const Real* row = table.used() + batch_.token[static_cast<size_t>(t)] * s.width;
+      const Real* row = table.used() + batch_->token[static_cast<size_t>(t)] * s.width;
       for (int64_t j = 0; j < s.streams; ++j) {
         std::copy_n(row, s.width, x.value() + (t * s.streams + j) * s.width);
       }
     }
   });
+  if (!trains(table)) {
+    return x;
+  }
   record([this, &table, s, x] {
     const Real* dx = tape_.grad(x);
+    Real* into = gradient_of(table);
     // One token's row may occur often: rows are added in order.
     for (int64_t t = 0; t < s.rows; ++t) {
-      Real* row = table.grad.data() + batch_.token[static_cast<size_t>(t)] * s.width;
+      Real* row = into + batch_->token[static_cast<size_t>(t)] * s.width;
       for (int64_t j = 0; j < s.streams; ++j) {
         axpy(Real{1}, dx + (t * s.streams + j) * s.width, s.width, row);
       }
@@ -211,7 +277,7 @@ Var<Real> TrainExec<Real>::embed(const ops::Weight& weight) {
 
 template <class Real>
 Var<Real> TrainExec<Real>::first_pre() {
-  const Var pre = tape_.make(batch_.rows(), model_.config.hc_mult);
+  const Var pre = tape_.make(batch_->rows(), model_.config.hc_mult);
   for (int64_t i = 0; i < pre.node->size(); ++i) {
     pre.value()[i] = i % pre.width() == 0 ? Real{1} : Real{0};
   }
@@ -280,7 +346,7 @@ model::Site<Var<Real>> TrainExec<Real>::hc_site(const StreamVar& stream,
                       tape_.grad(site.u),
                       dx,
                       tape_.grad(before),
-                      gain.grad.data());
+                      gradient_of(gain));
     const SiteRows<Real> d{
         .pre = site.pre.node->grad, .post = site.post.node->grad, .comb = site.comb.node->grad};
     site_coefficients_backward(pool_,
@@ -291,7 +357,7 @@ model::Site<Var<Real>> TrainExec<Real>::hc_site(const StreamVar& stream,
                                rows,
                                d,
                                dx,
-                               {fn.grad.data(), base.grad.data(), scale.grad.data()});
+                               {gradient_of(fn), gradient_of(base), gradient_of(scale)});
   });
   return site;
 }
@@ -309,11 +375,12 @@ Var<Real> TrainExec<Real>::linear_groups(Var x, const ops::Weight& weight, int64
   }
   record([this, &w, x, y, shape, n, out, in] {
     const Real* dy = tape_.grad(y);
-    Real* dx = tape_.grad(x);
+    Real *dx = tape_.grad(x), *dw = trains(w) ? gradient_of(w) : nullptr;
     for (int64_t g = 0; g < n; ++g) {
       linear_input_gradient(pool_, shape, dy + g * out, w.used() + g * out * in, dx + g * in);
-      linear_weight_gradient(
-          pool_, shape, dy + g * out, x.value() + g * in, w.grad.data() + g * out * in);
+      if (dw != nullptr) {
+        linear_weight_gradient(pool_, shape, dy + g * out, x.value() + g * in, dw + g * out * in);
+      }
     }
   });
   return y;
@@ -333,13 +400,13 @@ Var<Real> TrainExec<Real>::norm_rows(Var x, const TensorView& weight) {
   const double eps = model_.config.rms_norm_eps;
   parallel_for(pool_, x.rows(), kGrain, [&](int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; ++t) {
-      factor[t] = rms_norm(x.value() + t * n, w.used(), n, eps, y.value() + t * n);
+      factor[t] = train::rms_norm(x.value() + t * n, w.used(), n, eps, y.value() + t * n);
     }
   });
   record([this, &w, x, y, n, factor] {
     const Real* dy = tape_.grad(y);
     Real* dx = tape_.grad(x);
-    reduce_rows(pool_, x.rows(), n, w.grad.data(), [&](int64_t begin, int64_t end, Real* sum) {
+    reduce_rows(pool_, x.rows(), n, gradient_of(w), [&](int64_t begin, int64_t end, Real* sum) {
       for (int64_t t = begin; t < end; ++t) {
         rms_norm_backward(x.value() + t * n, w.used(), factor[t], dy + t * n, n, dx + t * n, sum);
       }
@@ -488,6 +555,9 @@ void TrainExec<Real>::index_select(const LayerSpec& layer,
       q.width() / w.width(),
       {.table = rope(layer), .round = options_.quant.index ? kRoundIndex<Real> : nullptr});
   index.w = w;
+  if (again_) {
+    return;
+  }
   choose(index, published);
   const Source& source = sources_.at(layer.kv_source);
   index.selection.index(source.entries.rows());
@@ -505,25 +575,25 @@ void TrainExec<Real>::choose(Index& index, Published<Var>& published) {
   const Groups& g = groups(layer.ratio);
   const Var keys = sources_.at(layer.kv_source).keys;
   int64_t most = 0;
-  for (int64_t row = 0; row < batch_.rows(); ++row) {
+  for (int64_t row = 0; row < batch_->rows(); ++row) {
     most = std::max(most, visible(row, layer.ratio));
   }
   const int64_t k = std::min(c.index_topk, most), block = c.candidate_block_size;
   index.selection.width = k;
-  index.selection.entry.resize(static_cast<size_t>(batch_.rows() * k));
+  index.selection.entry.resize(static_cast<size_t>(batch_->rows() * k));
   const bool publishes = options_.candidates && layer.publishes_candidates;
   const bool restricted = options_.candidates && layer.candidate_source >= 0;
   if (publishes) {
     published.candidates = tape_.make_ids(
-        batch_.rows(), std::min(c.candidate_topk_blocks, (most + block - 1) / block));
+        batch_->rows(), std::min(c.candidate_topk_blocks, (most + block - 1) / block));
   }
-  parallel_for(pool_, batch_.rows(), kGrain, [&](int64_t begin, int64_t end) {
+  parallel_for(pool_, batch_->rows(), kGrain, [&](int64_t begin, int64_t end) {
     std::vector<const Real*> rows;
     std::vector<Real> exact;
     std::vector<float> scores;
     for (int64_t row = begin; row < end; ++row) {
       const int64_t n = visible(row, layer.ratio);
-      const int32_t first = g.begin[static_cast<size_t>(batch_.sample[static_cast<size_t>(row)])];
+      const int32_t first = g.begin[static_cast<size_t>(batch_->sample[static_cast<size_t>(row)])];
       int32_t* chosen = index.selection.entry.data() + row * k;
       if (n <= k && !publishes && !restricted) {
         std::fill_n(chosen, k, -1);
@@ -572,7 +642,7 @@ void TrainExec<Real>::compare_rows(Index& index) {
   const LayerSpec& layer = *index.layer;
   const Groups& g = groups(layer.ratio);
   std::vector<int32_t> eligible;
-  for (int64_t row = 0; row < batch_.rows(); ++row) {
+  for (int64_t row = 0; row < batch_->rows(); ++row) {
     if (visible(row, layer.ratio) >= 2) {
       eligible.push_back(static_cast<int32_t>(row));
     }
@@ -591,7 +661,7 @@ void TrainExec<Real>::compare_rows(Index& index) {
       const int32_t* chosen = index.selection.entry.data() + row * k;
       entries.assign(chosen, std::find(chosen, chosen + k, -1));
     } else {
-      const int32_t first = g.begin[static_cast<size_t>(batch_.sample[static_cast<size_t>(row)])];
+      const int32_t first = g.begin[static_cast<size_t>(batch_->sample[static_cast<size_t>(row)])];
       for (int64_t j = 0; j < visible(row, layer.ratio); ++j) {
         entries.push_back(first + static_cast<int32_t>(j));
       }
@@ -673,16 +743,23 @@ Var<Real> TrainExec<Real>::attend(
   const model::ModelConfig& c = model_.config;
   Parameter<Real>& sink = parameters_.of(sink_view);
   const Var turned = rotate_rows(q, c.head_dim, {.table = rope(layer)});
-  AttentionRows<Real> args{.rows = batch_.rows(),
+  AttentionRows<Real> args{.rows = batch_->rows(),
                            .heads = c.num_attention_heads,
                            .dim = c.head_dim,
                            .window = c.sliding_window,
-                           .first_row = batch_.first_row.data(),
+                           .first_row = batch_->first_row.data(),
                            .q = turned.value(),
                            .keys = window.value(),
                            .sink = sink.used()};
   Var entries;
-  if (layer.ratio > 0) {
+  if (layer.stage >= 0) {
+    // The block is the window; the context is what a row selects.
+    entries = contexts_.at(layer.stage);
+    args.window = options_.blocks->block;
+    args.mutual = true;
+    args.entries = entries.value();
+    args.selection = &options_.blocks->context;
+  } else if (layer.ratio > 0) {
     entries = sources_.at(layer.kv_source).entries;
     args.entries = entries.value();
     args.selection = &indexes_.at(layer.index_source).selection;
@@ -691,7 +768,7 @@ Var<Real> TrainExec<Real>::attend(
   Real* probability = tape_.array(args.rows * args.heads * args.slots());
   Real* sink_probability = tape_.array(args.rows * args.heads);
   train::attend(pool_, args, o.value(), probability, sink_probability);
-  if (layer.ratio > 0) {
+  if (layer.ratio > 0 && !again_) {
     Index& index = indexes_.at(layer.index_source);
     if (!options_.indexer.own_layer || layer.index == layer.index_source) {
       parallel_for(
@@ -718,7 +795,7 @@ Var<Real> TrainExec<Real>::attend(
                     tape_.grad(turned),
                     tape_.grad(window),
                     entries.empty() ? nullptr : tape_.grad(entries),
-                    sink.grad.data());
+                    gradient_of(sink));
   });
   return rotate_rows(o, c.head_dim, {.table = rope(layer), .sign = -1});
 }
@@ -726,44 +803,54 @@ Var<Real> TrainExec<Real>::attend(
 // Experts. ---------------------------------------------------------------------------------------
 
 template <class Real>
+void TrainExec<Real>::report_routing(const LayerSpec& layer,
+                                     const RouterRows<Real>& args,
+                                     const int32_t* ids) {
+  std::vector<int64_t> load(static_cast<size_t>(args.experts), 0), load_image(load);
+  for (int64_t i = 0; i < args.rows * args.chosen; ++i) {
+    const bool image = batch_->is_image[static_cast<size_t>(i / args.chosen)] != 0;
+    ++(image ? load_image : load)[static_cast<size_t>(ids[i])];
+  }
+  report_.load.push_back(std::move(load));
+  report_.load_image.push_back(std::move(load_image));
+  report_.balance += static_cast<double>(balance_loss(args, ids, batch_->sample_begin)) /
+                     static_cast<double>((layer.stage >= 0 ? model_.draft : model_.layers).size());
+}
+
+template <class Real>
 std::pair<Var<Real>, Var<Real>> TrainExec<Real>::gate(const LayerSpec& layer,
                                                       Var u,
                                                       const model::MoeWeights& w) {
   const model::ModelConfig& c = model_.config;
   const Var logits = linear(u, w.gate);
-  const RouterRows<Real> args{.rows = batch_.rows(),
-                              .experts = c.n_routed_experts,
-                              .chosen = c.num_experts_per_tok,
+  const RouterRows<Real> args{.rows = batch_->rows(),
+                              .experts = w.gate.out,
+                              .chosen = layer.experts_per_token,
                               .temperature = static_cast<Real>(c.gate_temp),
                               .scale = static_cast<Real>(c.routed_scaling_factor),
                               .logits = logits.value(),
                               .bias = parameters_.of(w.bias).used(),
                               .bias_image = parameters_.of(w.bias_vl).used(),
-                              .is_image = batch_.is_image.data()};
+                              .is_image = batch_->is_image.data()};
   const Var ids = tape_.make_ids(args.rows, args.chosen);
   const Var weights = tape_.make(args.rows, args.chosen);
   route(pool_, args, ids.node->ids, weights.value());
-  std::vector<int64_t> load(static_cast<size_t>(args.experts), 0), load_image(load);
-  for (int64_t i = 0; i < args.rows * args.chosen; ++i) {
-    const bool image = batch_.is_image[static_cast<size_t>(i / args.chosen)] != 0;
-    ++(image ? load_image : load)[static_cast<size_t>(ids.node->ids[i])];
+  if (!again_) {
+    report_routing(layer, args, ids.node->ids);
   }
-  report_.load.push_back(std::move(load));
-  report_.load_image.push_back(std::move(load_image));
-  report_.balance += static_cast<double>(balance_loss(args, ids.node->ids, batch_.sample_begin)) /
-                     static_cast<double>(model_.layers.size());
+  // A draft block is too short a sequence to be balanced in itself.
   const auto coefficient =
-      static_cast<Real>(options_.balance_coefficient * options_.auxiliary_scale);
+      layer.stage >= 0 ? Real{0}
+                       : static_cast<Real>(options_.balance_coefficient * options_.auxiliary_scale);
   record([this, args, logits, ids, weights, coefficient] {
     route_backward(pool_,
                    args,
                    ids.node->ids,
                    weights.node->grad,
                    coefficient,
-                   batch_.sample_begin,
+                   batch_->sample_begin,
                    tape_.grad(logits));
   });
-  static_cast<void>(layer);
   return {ids, weights};
 }
 
@@ -773,17 +860,14 @@ Var<Real> TrainExec<Real>::experts(Var u, Var ids, Var weights, const model::Moe
   const int64_t t = u.rows(), d = u.width(), f = c.moe_intermediate_size, k = ids.width();
   const int64_t n = t * k;
   const auto limit = static_cast<Real>(c.swiglu_limit);
-  const auto sorted =
-      std::make_shared<ExpertRows>(sort_by_expert(ids.node->ids, t, k, c.n_routed_experts));
+  const auto sorted = std::make_shared<ExpertRows>(
+      sort_by_expert(ids.node->ids, t, k, static_cast<int64_t>(w.experts.size())));
   struct Expert {
     Parameter<Real>*w1, *w3, *w2;
     ExpertWeights<Real> weights() const {
       return {const_cast<Real*>(w1->used()),
               const_cast<Real*>(w3->used()),
               const_cast<Real*>(w2->used())};
-    }
-    ExpertWeights<Real> gradients() const {
-      return {w1->grad.data(), w3->grad.data(), w2->grad.data()};
     }
   };
   const auto resolve = [&](const std::vector<ops::ExpertView>& views) {
@@ -845,6 +929,14 @@ Var<Real> TrainExec<Real>::experts(Var u, Var ids, Var weights, const model::Moe
     Real *du = tape_.grad(u), *dweights = tape_.grad(weights);
     Real *sorted_dy = scratch.array<Real>(n * d), *sorted_dx = scratch.array<Real>(n * d);
     Real *dfactor = scratch.array<Real>(n), *work = scratch.array<Real>(3 * std::max(n, t) * f);
+    const auto gradients_of = [this](const Expert& expert) {
+      return ExpertWeights<Real>{
+          gradient_of(*expert.w1), gradient_of(*expert.w3), gradient_of(*expert.w2)};
+    };
+    std::vector<ExpertWeights<Real>> gradients;
+    for (const Expert& expert : routed) {
+      gradients.push_back(gradients_of(expert));
+    }
     std::fill_n(sorted_dx, n * d, Real{0});
     for (size_t i = 0; i < static_cast<size_t>(n); ++i) {
       std::copy_n(dy + sorted->row[i] * d, d, sorted_dy + static_cast<int64_t>(i) * d);
@@ -859,7 +951,7 @@ Var<Real> TrainExec<Real>::experts(Var u, Var ids, Var weights, const model::Moe
                             work + 3 * begin * f,
                             sorted_dx + begin * d,
                             dfactor + begin,
-                            routed[i].gradients());
+                            gradients[i]);
     });
     for (int64_t i = 0; i < n; ++i) {
       const int64_t place = sorted->place[static_cast<size_t>(i)];
@@ -868,7 +960,7 @@ Var<Real> TrainExec<Real>::experts(Var u, Var ids, Var weights, const model::Moe
     }
     for (const Expert& expert : shared) {
       swiglu_backward<Real>(
-          pool_, whole, expert.weights(), dy, work, du, nullptr, expert.gradients());
+          pool_, whole, expert.weights(), dy, work, du, nullptr, gradients_of(expert));
     }
   });
   return y;
@@ -880,31 +972,31 @@ template <class Real>
 Var<Real> TrainExec<Real>::engram_gather(const LayerSpec& layer, const ops::Weight& table) {
   const model::ModelConfig& c = model_.config;
   const int64_t n = c.engram_max_ngram_size, heads = c.engram_n_heads, columns = (n - 1) * heads;
-  const int64_t t = batch_.rows(), width = table.in;
+  const int64_t t = batch_->rows(), width = table.in;
   const model::EngramConstants& constants = model_.engram[static_cast<size_t>(layer.engram)];
   std::vector<int32_t> classes;
-  for (int64_t s = 0; s < batch_.samples(); ++s) {
+  for (int64_t s = 0; s < batch_->samples(); ++s) {
     classes.insert(classes.end(), static_cast<size_t>(n - 1), -1);
-    for (auto row = static_cast<size_t>(batch_.sample_begin[static_cast<size_t>(s)]);
-         row < static_cast<size_t>(batch_.sample_begin[static_cast<size_t>(s) + 1]);
+    for (auto row = static_cast<size_t>(batch_->sample_begin[static_cast<size_t>(s)]);
+         row < static_cast<size_t>(batch_->sample_begin[static_cast<size_t>(s) + 1]);
          ++row) {
-      classes.push_back(batch_.is_image[row] != 0
+      classes.push_back(batch_->is_image[row] != 0
                             ? -1
-                            : model_.token_class[static_cast<size_t>(batch_.token[row])]);
+                            : model_.token_class[static_cast<size_t>(batch_->token[row])]);
     }
   }
-  const std::vector<int32_t> start(static_cast<size_t>(batch_.samples()), 0);
+  const std::vector<int32_t> start(static_cast<size_t>(batch_->samples()), 0);
   const Var ids = tape_.make_ids(t, columns);
   ops::OpContext context{.backend = ops::Backend::kCpu, .pool = pool_, .scratch = &scratch_};
   const Status hashed = ops::engram_hash(
       context,
       {.rows = {.rows = t,
-                .sequences = batch_.samples(),
-                .position = view(batch_.position),
-                .sequence = view(batch_.sample),
-                .row_begin = view(batch_.sample_begin),
+                .sequences = batch_->samples(),
+                .position = view(batch_->position),
+                .sequence = view(batch_->sample),
+                .row_begin = view(batch_->sample_begin),
                 .start = view(start),
-                .is_image = view(batch_.is_image)},
+                .is_image = view(batch_->is_image)},
        .classes = view(classes),
        .multiplier = view(constants.multiplier, {n}),
        .prime = view(constants.prime, {n - 1, heads}),
@@ -921,11 +1013,12 @@ Var<Real> TrainExec<Real>::engram_gather(const LayerSpec& layer, const ops::Weig
   });
   record([this, &w, ids, rows, t, columns, width] {
     const Real* d = tape_.grad(rows);
+    Real* into = gradient_of(w);
     // Columns have rows of their own, so they can be added side by side, each in row order.
     parallel_tasks(pool_, columns, [&](int64_t column) {
       for (int64_t row = 0; row < t; ++row) {
         const int64_t i = row * columns + column;
-        axpy(Real{1}, d + i * width, width, w.grad.data() + ids.node->ids[i] * width);
+        axpy(Real{1}, d + i * width, width, into + ids.node->ids[i] * width);
       }
     });
   });
@@ -938,7 +1031,7 @@ Var<Real> TrainExec<Real>::engram_inject(Var x, Var kv, const model::EngramWeigh
   Parameter<Real>&q = parameters_.of(w.q_weight), &k = parameters_.of(w.k_weight);
   const InjectRows<Real> args{.shape = s,
                               .eps = model_.config.rms_norm_eps,
-                              .is_image = batch_.is_image.data(),
+                              .is_image = batch_->is_image.data(),
                               .x = x.value(),
                               .kv = kv.value(),
                               .q_weight = q.used(),
@@ -955,10 +1048,121 @@ Var<Real> TrainExec<Real>::engram_inject(Var x, Var kv, const model::EngramWeigh
                     tape_.grad(out),
                     tape_.grad(x),
                     tape_.grad(kv),
-                    q.grad.data(),
-                    k.grad.data());
+                    gradient_of(q),
+                    gradient_of(k));
   });
   return out;
+}
+
+// The drafter. -----------------------------------------------------------------------------------
+
+template <class Real>
+Var<Real> TrainExec<Real>::tap(Var taps, const LayerSpec& layer, const StreamVar& stream) {
+  const StreamShape s = stream_shape();
+  if (taps.empty()) {
+    taps = tape_.make(s.rows,
+                      static_cast<int64_t>(model_.config.dspark_target_layer_ids.size()) * s.width);
+  }
+  StreamVar expanded = stream;
+  hc_expand(expanded);
+  const Real* x = expanded.x.value();
+  const Real share = Real{1} / static_cast<Real>(s.streams);
+  parallel_for(pool_, s.rows, kGrain, [&](int64_t begin, int64_t end) {
+    for (int64_t t = begin; t < end; ++t) {
+      Real* out = taps.value() + t * taps.width() + layer.tap * s.width;
+      std::fill_n(out, s.width, Real{0});
+      for (int64_t j = 0; j < s.streams; ++j) {
+        axpy(share, x + (t * s.streams + j) * s.width, s.width, out);
+      }
+    }
+  });
+  return taps;
+}
+
+template <class Real>
+void TrainExec<Real>::context_finish(const LayerSpec& stage, Var kv, const TensorView& kv_norm) {
+  contexts_[stage.stage] =
+      rotate_rows(norm_rows(kv, kv_norm),
+                  kv.width(),
+                  {.table = window_rope_.data(),
+                   .round = options_.quant.window ? kRoundWindow<Real> : nullptr});
+}
+
+template <class Real>
+Var<Real> TrainExec<Real>::hc_collapse(const StreamVar& stream) {
+  StreamVar last = stream;
+  hc_expand(last);
+  const StreamShape s = stream_shape();
+  const Var x = last.x, pre = last.pre, out = tape_.make(s.rows, s.width);
+  parallel_for(pool_, s.rows, kGrain, [&](int64_t begin, int64_t end) {
+    for (int64_t t = begin; t < end; ++t) {
+      std::fill_n(out.value() + t * s.width, s.width, Real{0});
+      for (int64_t j = t * s.streams; j < (t + 1) * s.streams; ++j) {
+        axpy(pre.value()[j], x.value() + j * s.width, s.width, out.value() + t * s.width);
+      }
+    }
+  });
+  record([this, s, x, pre, out] {
+    const Real* d = tape_.grad(out);
+    Real *dx = tape_.grad(x), *dpre = tape_.grad(pre);
+    parallel_for(pool_, s.rows, kGrain, [&](int64_t begin, int64_t end) {
+      for (int64_t t = begin; t < end; ++t) {
+        for (int64_t j = t * s.streams; j < (t + 1) * s.streams; ++j) {
+          axpy(pre.value()[j], d + t * s.width, s.width, dx + j * s.width);
+          dpre[j] += dot(x.value() + j * s.width, d + t * s.width, s.width);
+        }
+      }
+    });
+  });
+  return out;
+}
+
+template <class Real>
+void TrainExec<Real>::finish_target(const StreamVar& stream) {
+  hidden_ = norm_rows(hc_collapse(stream), model_.weights.norm);
+  // Loads and losses are those of the drafter.
+  report_ = {};
+  recording_ = options_.gradients;
+}
+
+template <class Real>
+void TrainExec<Real>::enter_blocks() {
+  batch_ = &options_.blocks->rows;
+  block_rope_ = rope_rows<Real>(batch_->position, model_.window_frequency);
+}
+
+template <class Real>
+void TrainExec<Real>::finish_draft(const model::Draft<Var>& draft) {
+  const model::DraftWeights& w = model_.weights.draft;
+  Parameter<Real>&embed = parameters_.of(w.markov_embed), &head = parameters_.of(w.markov_head),
+  &confidence = parameters_.of(w.confidence);
+  DraftHeadGradients<Real> gradients{.scale = options_.loss_scale};
+  if (recording_) {
+    // Computed beside the loss, as for the head of the backbone.
+    gradients.dbase = tape_.grad(draft.base);
+    gradients.dx = tape_.grad(draft.hidden);
+    gradients.dmarkov_embed = gradient_of(embed);
+    gradients.dmarkov_head = gradient_of(head);
+    gradients.dconfidence = gradient_of(confidence);
+  }
+  report_.draft = draft_loss(pool_,
+                             options_.draft,
+                             DraftHeadRows<Real>{.width = draft.hidden.width(),
+                                                 .vocab = draft.base.width(),
+                                                 .rank = w.markov_embed.in,
+                                                 .blocks = options_.blocks,
+                                                 .base = draft.base.value(),
+                                                 .x = draft.hidden.value(),
+                                                 .target = hidden_.value(),
+                                                 .head = parameters_.of(model_.weights.head).used(),
+                                                 .markov_embed = embed.used(),
+                                                 .markov_head = head.used(),
+                                                 .confidence = confidence.used()},
+                             gradients);
+  for (const DraftRow& row : report_.draft) {
+    report_.loss_sum +=
+        options_.blocks->weight[static_cast<size_t>(row.row)] * row_loss(options_.draft, row);
+  }
 }
 
 // Head. ------------------------------------------------------------------------------------------
@@ -967,6 +1171,9 @@ template <class Real>
 Var<Real> TrainExec<Real>::head(const StreamVar& stream,
                                 const TensorView& norm,
                                 const ops::Weight& weight) {
+  if (options_.blocks != nullptr) {
+    return linear(norm_rows(hc_collapse(stream), norm), weight);
+  }
   StreamVar last = stream;
   hc_expand(last);
   const StreamShape s = stream_shape();
@@ -985,7 +1192,7 @@ Var<Real> TrainExec<Real>::head(const StreamVar& stream,
                       tape_.grad(h),
                       tape_.grad(x),
                       tape_.grad(pre),
-                      gain.grad.data());
+                      gradient_of(gain));
   });
   losses_ = tape_.make(s.rows, 1);
   if (options_.keep_logits) {
@@ -995,7 +1202,7 @@ Var<Real> TrainExec<Real>::head(const StreamVar& stream,
   if (options_.gradients) {
     // The head's gradient is computed beside its loss, as its logits are not kept.
     gradients.dh = tape_.grad(h);
-    gradients.dweight = w.grad.data();
+    gradients.dweight = gradient_of(w);
   }
   cross_entropy(pool_,
                 HeadRows<Real>{.rows = s.rows,
@@ -1003,7 +1210,7 @@ Var<Real> TrainExec<Real>::head(const StreamVar& stream,
                                .vocab = weight.out,
                                .h = h.value(),
                                .weight = w.used(),
-                               .target = batch_.target.data()},
+                               .target = batch_->target.data()},
                 gradients,
                 losses_.value(),
                 logits_.empty() ? nullptr : logits_.value());

@@ -4,8 +4,8 @@
 //   Tape<float> tape;
 //   TrainExec<float> exec(parameters, options, batch, tape, scratch, pool);
 //   model::forward(exec, parameters.model());
-//   tape.backward();              // adds to the parameters' gradients
-//   exec.report().loss_sum;
+//   tape.backward();
+//   exec.report().loss_sum, exec.gradient(parameter);
 //
 // Real is float in training and double in gradient checks. Precision is that of InferExec's `f32`:
 // activations are not rounded; cache formats apply where a switch asks for them.
@@ -14,6 +14,7 @@
 #include <cstdint>
 #include <map>
 #include <span>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -21,6 +22,8 @@
 #include "ops/context.h"
 #include "train/attention.h"
 #include "train/batch.h"
+#include "train/draft.h"
+#include "train/mixture.h"
 #include "train/parameters.h"
 #include "train/streams.h"
 #include "train/tape.h"
@@ -46,16 +49,23 @@ struct ForwardOptions {
   double auxiliary_scale = 1;
   uint64_t seed = 0;  // of the rows that the indexer objective compares
   bool gradients = true;
+  // Forgets what happens inside of a block of attention and experts and makes it again in the
+  // backward: the same gradients for less memory.
+  bool recompute = false;
   bool keep_logits = false;
+  // Of the drafter's stage (train_drafter()): its blocks and their loss.
+  const DraftBlocks* blocks = nullptr;
+  DraftObjective draft;
 };
 
 struct ForwardReport {
-  double loss_sum = 0;    // cross-entropy in nats over all targets
+  double loss_sum = 0;    // cross-entropy in nats over all targets; of a drafter: weighted losses
   double balance = 0;     // mean balance loss of the layers, before its coefficient
   double indexer = 0;     // mean KL per compared row over the index sources
   double max_latent = 0;  // largest |value| of a compressed row
   // Rows per expert and layer, text and image rows apart.
   std::vector<std::vector<int64_t>> load, load_image;
+  std::vector<DraftRow> draft;  // counted rows of the drafter's stage
 };
 
 template <class Real>
@@ -74,6 +84,8 @@ class TrainExec {
             ThreadPool* pool);
 
   const ForwardReport& report() const { return report_; }
+  // After the tape's backward(): as long as the parameter; null: zero. Lives as long as the nodes.
+  const Real* gradient(const Parameter<Real>& parameter) const;
   // Loss per row, and logits [T, V] if they were asked for.
   Var losses() const { return losses_; }
   Var logits() const { return logits_; }
@@ -108,12 +120,56 @@ class TrainExec {
   Var engram_inject(Var x, Var kv, const model::EngramWeights& w);
   Var head(const StreamVar& stream, const TensorView& norm, const ops::Weight& weight);
 
+  template <class Body>
+  void run_block(const model::LayerSpec& layer,
+                 StreamVar& stream,
+                 model::Published<Var>& published,
+                 const Body& body) {
+    if (!options_.recompute || !recording_) {
+      body(stream, published);
+      return;
+    }
+    const StreamVar before = stream;
+    const model::Published<Var> seen = published;
+    recording_ = false;
+    tape_.begin_segment();
+    body(stream, published);
+    const Kept kept = keep(layer, stream, published);
+    tape_.end_segment();
+    recording_ = true;
+    tape_.record([this, &layer, before, seen, kept, body] {
+      tape_.begin_segment();
+      again_ = true;
+      StreamVar again = before;
+      model::Published<Var> ignored = seen;
+      body(again, ignored);
+      again_ = false;
+      take_gradients(layer, again, kept);
+      tape_.backward();
+      tape_.end_segment();
+    });
+  }
+
+  // Calls of the drafter's parts.
+  Var tap(Var taps, const model::LayerSpec& layer, const StreamVar& stream);
+  Var rms_norm(Var x, const TensorView& norm) { return norm_rows(x, norm); }
+  void context_finish(const model::LayerSpec& stage, Var kv, const TensorView& kv_norm);
+  Var hc_collapse(const StreamVar& stream);
+
   void enter_decoder(SiteVar&) {}  // training skips nothing
   void observe_engram(const model::LayerSpec&, Var&) {}
   void observe_attention_input(const model::LayerSpec&, const Var&) {}
   void observe_attention(const model::LayerSpec&, StreamVar&) {}
   void observe_ffn_input(const model::LayerSpec&, const Var&) {}
   void observe_ffn(const model::LayerSpec&, StreamVar&) {}
+  void observe_draft_context(const Var&, const Var&) {}
+  void observe_draft(const Var&, const Var&) {}
+
+  // The drafter's stage, in this order: the frozen backbone; finish_target(), behind which ops are
+  // recorded; the context; enter_blocks(), behind which rows are those of the blocks; the draft.
+  void finish_target(const StreamVar& stream);
+  void enter_blocks();
+  void finish_draft(const model::Draft<Var>& draft);
 
  private:
   // The groups of one compression ratio over all samples.
@@ -139,14 +195,31 @@ class TrainExec {
     int64_t served = 0;                       // layers in the sum
   };
 
+  // The gradient to add to, zeroed when it is first asked for.
+  Real* gradient_of(const Parameter<Real>& parameter);
+  // What a block that is made again leaves for the rest of the forward.
+  struct Kept {
+    StreamVar stream;
+    Source source;         // of a KV source
+    Var index_q, index_w;  // of an index source
+  };
+  Kept keep(const model::LayerSpec& layer, StreamVar& stream, model::Published<Var>& published);
+  void take_gradients(const model::LayerSpec& layer, const StreamVar& again, const Kept& kept);
   Var linear_groups(Var x, const ops::Weight& w, int64_t groups);
   // Rotation table of a layer, [T, R/2, 2].
   const Real* rope(const model::LayerSpec& layer) const {
+    if (layer.stage >= 0) {
+      return block_rope_.data();
+    }
     return (layer.ratio == 0 ? window_rope_ : compressed_rope_).data();
+  }
+  // Whether a weight has a gradient: in the drafter's stage the others are frozen.
+  bool trains(const Parameter<Real>& parameter) const {
+    return options_.blocks == nullptr || parameter.spec.part == model::WeightPart::kDraft;
   }
   const Groups& groups(int64_t ratio);
   int64_t visible(int64_t row, int64_t ratio) const {
-    return (batch_.position[static_cast<size_t>(row)] + int64_t{1}) / ratio;
+    return (batch_->position[static_cast<size_t>(row)] + int64_t{1}) / ratio;
   }
   Var norm_rows(Var x, const TensorView& weight);
   // Rounds one row in place to a cache format; the gradient passes unchanged.
@@ -163,12 +236,15 @@ class TrainExec {
   void choose(Index& index, model::Published<Var>& published);
   void compare_rows(Index& index);
   void indexer_objective();
+  void report_routing(const model::LayerSpec& layer,
+                      const RouterRows<Real>& args,
+                      const int32_t* ids);
   PendingRows<Real> pending_rows(const model::PendingVar<Var>& pending) const;
   PendingRows<Real> pending_gradients(const model::PendingVar<Var>& pending);
   StreamShape stream_shape() const;
   template <class Rule>
   void record(Rule rule) {
-    if (options_.gradients) {
+    if (recording_) {
       tape_.record(std::move(rule));
     }
   }
@@ -176,16 +252,32 @@ class TrainExec {
   ParameterSet<Real>& parameters_;
   const model::Model& model_;
   ForwardOptions options_;
-  const Batch& batch_;
+  const Batch* batch_;  // the rows that ops run over
+  bool recording_;
+  bool again_ = false;  // a block is being made again: choices and reports stand
   Tape<Real>& tape_;
   Arena& scratch_;
   ThreadPool* pool_;
   std::vector<Real> window_rope_, compressed_rope_;  // [T, R/2, 2]
+  std::vector<Real> block_rope_;                     // [N, R/2, 2]
   std::map<int64_t, Groups> groups_;                 // by ratio
   std::map<int64_t, Source> sources_;                // by KV source layer
   std::map<int64_t, Index> indexes_;                 // by index source layer
+  std::unordered_map<const Parameter<Real>*, Real*> gradients_;
+  std::map<int64_t, Var> contexts_;  // by draft stage: its window rows [T, K]
+  Var hidden_;                       // [T, D] normalized, of the drafter's target
   Var losses_, logits_;
   ForwardReport report_;
 };
+
+// The drafter's loss of options.blocks behind the frozen backbone.
+template <class Real>
+void train_drafter(TrainExec<Real>& exec, const model::Model& model) {
+  const auto target = model::backbone_with_taps(exec, model);
+  exec.finish_target(target.stream);
+  model::draft_context(exec, model, target.taps);
+  exec.enter_blocks();
+  exec.finish_draft(model::draft(exec, model));
+}
 
 }  // namespace cachalot::train

@@ -55,7 +55,7 @@ Result<RunModel> new_run_model(const RunConfig& config) {
   return make_run_model(std::move(c), std::move(json), source);
 }
 
-std::string step_line(const StepRecord& r) {
+std::string step_line(const StepRecord& r, bool drafts) {
   JsonWriter w;
   w.begin_object()
       .field("step", r.step)
@@ -64,12 +64,13 @@ std::string step_line(const StepRecord& r) {
       .field("rate", r.rate)
       .field("gradient_norm", r.gradient_norm)
       .field("balance", r.balance)
-      .field("violation", r.violation)
-      .field("indexer", r.indexer)
-      .field("max_latent", r.max_latent)
-      .field("seconds", r.seconds)
-      .field("tokens_per_second", r.tokens_per_second)
-      .end_object();
+      .field("violation", r.violation);
+  if (drafts) {
+    w.field("acceptance", r.acceptance);
+  } else {
+    w.field("indexer", r.indexer).field("max_latent", r.max_latent);
+  }
+  w.field("seconds", r.seconds).field("tokens_per_second", r.tokens_per_second).end_object();
   return w.text();
 }
 
@@ -80,6 +81,17 @@ std::string evaluation_line(int64_t step, const Evaluation& e) {
       .field("heldout_loss", e.loss())
       .field("bits_per_byte", e.bits_per_byte())
       .field("heldout_targets", e.targets)
+      .end_object();
+  return w.text();
+}
+
+std::string draft_evaluation_line(int64_t step, const DraftEvaluation& e) {
+  JsonWriter w;
+  w.begin_object()
+      .field("step", step)
+      .field("heldout_loss", e.loss)
+      .field("acceptance_length", e.length)
+      .field("heldout_blocks", e.samples.size())
       .end_object();
   return w.text();
 }
@@ -107,46 +119,6 @@ Status cut_log(const std::string& path, int64_t step) {
 
 }  // namespace
 
-double Evaluation::bits_per_byte() const {
-  return nats / std::numbers::ln2 / static_cast<double>(bytes);
-}
-
-Evaluation evaluate(ParameterSet<float>& parameters,
-                    ForwardOptions options,
-                    const Corpus& corpus,
-                    const text::Tokenizer& tokenizer,
-                    int64_t sequence,
-                    int64_t micro_tokens,
-                    int64_t most,
-                    ThreadPool* pool) {
-  options.gradients = false;
-  options.indexer.coefficient = 0;
-  Evaluation result;
-  Tape<float> tape;
-  Arena scratch;
-  int64_t seen = 0;
-  for (const std::vector<Piece>& pieces : plan_epoch(corpus, 0, 0, sequence, micro_tokens)) {
-    if (seen >= most) {
-      break;
-    }
-    const Batch batch = make_batch(corpus, pieces);
-    seen += batch.rows();
-    tape.reset();
-    TrainExec<float> exec(parameters, options, batch, tape, scratch, pool);
-    model::forward(exec, parameters.model());
-    result.nats += exec.report().loss_sum;
-    for (int32_t target : batch.target) {
-      if (target >= 0) {
-        ++result.targets;
-        result.bytes += tokenizer.is_control(target)
-                            ? 0
-                            : static_cast<int64_t>(tokenizer.token_bytes(target).size());
-      }
-    }
-  }
-  return result;
-}
-
 Trainer::Trainer(const RunConfig& config, RunModel model)
     : config_(config), model_(std::move(model)), pool_(static_cast<int>(config.threads)) {}
 
@@ -162,11 +134,19 @@ Result<std::unique_ptr<Trainer>> Trainer::create(const RunConfig& config, bool r
                  config.out,
                  steps.back());
   }
-  CACHALOT_TRY(RunModel model, resume ? open_run_model(config.out) : new_run_model(config));
+  CACHALOT_TRY(RunModel model,
+               resume                ? open_run_model(config.out)
+               : config.from.empty() ? new_run_model(config)
+                                     : open_run_model(config.from));
+  if (config.stage == Stage::kDrafter && model.config.num_nextn_predict_layers == 0) {
+    return invalid("model.stage is \"drafter\", but {} has no drafter", config.from);
+  }
   std::unique_ptr<Trainer> trainer(new Trainer(config, std::move(model)));
   CACHALOT_TRY(trainer->parameters_,
                ParameterSet<float>::create(trainer->model_.config, trainer->model_.token_class));
-  trainer->optimizer_ = std::make_unique<Optimizer>(*trainer->parameters_, config.optimizer);
+  trainer->lanes_ = std::make_unique<Lanes>(*trainer->parameters_, trainer->pool_);
+  trainer->optimizer_ =
+      std::make_unique<Optimizer>(*trainer->parameters_, config.optimizer, config.stage);
   CACHALOT_RETURN_IF_ERROR(trainer->load_data());
   CACHALOT_RETURN_IF_ERROR(trainer->start(resume));
   return trainer;
@@ -206,6 +186,15 @@ Status Trainer::start(bool resume) {
     CACHALOT_RETURN_IF_ERROR(cut_log(log_path, position_.step));
   } else {
     initialize(*parameters_, config_.seed);
+    if (!config_.from.empty()) {
+      const std::vector<int64_t> steps = saved_steps(config_.from);
+      if (steps.empty()) {
+        return error(
+            Code::kNotFound, "model.from is '{}', which holds no saved state", config_.from);
+      }
+      CACHALOT_RETURN_IF_ERROR(
+          load_state(state_path(config_.from, steps.back()), *parameters_, nullptr));
+    }
     CACHALOT_RETURN_IF_ERROR(make_directories(config_.out));
     CACHALOT_RETURN_IF_ERROR(
         write_file(config_.out + "/config.json", model::config_to_json(model_.config)));
@@ -246,17 +235,25 @@ Status Trainer::diverged(const std::string& what) const {
 Result<StepRecord> Trainer::train_step() {
   const double started = now_seconds();
   CACHALOT_TRY(const std::vector<Batch> batches, next_batches());
-  int64_t rows = 0, targets = 0;
+  int64_t rows = 0;
+  std::vector<DraftBlocks> blocks;
+  double weight = 0;  // of all losses
   for (const Batch& batch : batches) {
     rows += batch.rows();
-    targets += batch.targets;
+    if (drafts()) {
+      const auto index = static_cast<uint64_t>(position_.step) * batches.size() + blocks.size();
+      blocks.push_back(
+          make_draft_blocks(model_.config, config_.forward.draft, batch, config_.seed + index));
+    }
+    weight += drafts() ? blocks.back().weight_sum : static_cast<double>(batch.targets);
   }
-  if (targets == 0) {
+  if (weight == 0) {
     return diverged("no token of the batch has a loss");
   }
   parameters_->zero_gradients(&pool_);
   StepRecord record{.step = position_.step + 1, .steps = config_.steps};
   std::vector<std::vector<int64_t>> load, load_image;
+  double drafted = 0;  // rows
   const auto add = [](const std::vector<std::vector<int64_t>>& from,
                       std::vector<std::vector<int64_t>>& to) {
     to.resize(from.size());
@@ -267,29 +264,47 @@ Result<StepRecord> Trainer::train_step() {
       }
     }
   };
-  for (const Batch& batch : batches) {
-    const double share = static_cast<double>(batch.rows()) / static_cast<double>(rows);
-    ForwardOptions options = config_.forward;
-    options.loss_scale = 1.0 / static_cast<double>(targets);
-    options.auxiliary_scale = share;
-    options.seed = config_.seed + static_cast<uint64_t>(record.step);
-    tape_.reset();
-    TrainExec<float> exec(*parameters_, options, batch, tape_, scratch_, &pool_);
-    model::forward(exec, parameters_->model());
-    tape_.backward();
-    const ForwardReport& report = exec.report();
-    record.loss += report.loss_sum / static_cast<double>(targets);
-    record.balance += report.balance * share;
-    record.indexer += report.indexer * share;
-    record.max_latent = std::max(record.max_latent, report.max_latent);
-    add(report.load, load);
-    add(report.load_image, load_image);
-  }
+  const auto share = [&](const Batch& batch) {
+    return static_cast<double>(batch.rows()) / static_cast<double>(rows);
+  };
+  lanes_->run(
+      batches,
+      [&](const Batch& batch) {
+        ForwardOptions options = config_.forward;
+        options.loss_scale = 1.0 / weight;
+        options.auxiliary_scale = share(batch);
+        options.seed = config_.seed + static_cast<uint64_t>(record.step);
+        if (drafts()) {
+          options.blocks = &blocks[static_cast<size_t>(&batch - batches.data())];
+        }
+        return options;
+      },
+      [&](TrainExec<float>& exec) {
+        if (drafts()) {
+          train_drafter(exec, parameters_->model());
+        } else {
+          model::forward(exec, parameters_->model());
+        }
+      },
+      [&](const Batch& batch, const TrainExec<float>& exec) {
+        const ForwardReport& report = exec.report();
+        record.loss += report.loss_sum / weight;
+        drafted += static_cast<double>(report.draft.size());
+        for (const DraftRow& row : report.draft) {
+          record.acceptance += row.acceptance;
+        }
+        record.balance += report.balance * share(batch);
+        record.indexer += report.indexer * share(batch);
+        record.max_latent = std::max(record.max_latent, report.max_latent);
+        add(report.load, load);
+        add(report.load_image, load_image);
+      });
+  record.acceptance /= std::max(drafted, 1.0);
   if (!std::isfinite(record.loss)) {
     return diverged("the loss is not finite");
   }
   std::string worst;
-  record.gradient_norm = gradient_norm(*parameters_, *optimizer_, &worst);
+  record.gradient_norm = gradient_norm(*parameters_, *optimizer_, &pool_, &worst);
   if (!worst.empty()) {
     return diverged(fmt::format("the gradient of {} is not finite", worst));
   }
@@ -307,8 +322,9 @@ Result<StepRecord> Trainer::train_step() {
   optimizer_->step(record.step, record.rate, scale, &pool_);
   // Once per optimizer step, from the loads of all its batches.
   const model::ModelWeights& weights = parameters_->model().weights;
+  const std::vector<model::LayerWeights>& layers = drafts() ? weights.draft.stages : weights.layers;
   for (size_t l = 0; l < load.size(); ++l) {
-    const model::MoeWeights& moe = weights.layers[l].moe;
+    const model::MoeWeights& moe = layers[l].moe;
     balance_bias(config_.bias_speed, load[l], parameters_->of(moe.bias).value.data());
     balance_bias(config_.bias_speed, load_image[l], parameters_->of(moe.bias_vl).value.data());
     record.violation += max_violation(load[l]) / static_cast<double>(load.size());
@@ -345,28 +361,44 @@ Status Trainer::save() {
   return plot_log(config_.out + "/log.jsonl", config_.out + "/plot.svg");
 }
 
+Status Trainer::evaluate_heldout(const Listener& listener, bool last) {
+  const EvaluationText text{.sequence = config_.sequence,
+                            .micro_tokens = config_.micro_tokens,
+                            .most = config_.evaluate_tokens};
+  const int64_t step = position_.step;
+  if (!drafts()) {
+    const Evaluation evaluation =
+        evaluate(*parameters_, config_.forward, heldout_, model_.tokenizer, text, pool_);
+    CACHALOT_RETURN_IF_ERROR(log(evaluation_line(step, evaluation)));
+    if (listener.on_evaluation) {
+      listener.on_evaluation(step, evaluation);
+    }
+    return {};
+  }
+  const DraftEvaluation evaluation =
+      evaluate_drafter(*parameters_, config_.forward, heldout_, text, pool_);
+  CACHALOT_RETURN_IF_ERROR(log(draft_evaluation_line(step, evaluation)));
+  if (listener.on_draft_evaluation) {
+    listener.on_draft_evaluation(step, evaluation);
+  }
+  if (last && !evaluation.samples.empty()) {
+    return write_file(config_.out + "/" + kDraftCalibrationFile,
+                      draft_calibration_json(fit_draft_calibration(evaluation.samples), step));
+  }
+  return {};
+}
+
 Status Trainer::run(const Listener& listener) {
   while (position_.step < config_.steps) {
     CACHALOT_TRY(const StepRecord record, train_step());
-    CACHALOT_RETURN_IF_ERROR(log(step_line(record)));
+    CACHALOT_RETURN_IF_ERROR(log(step_line(record, drafts())));
     if (listener.on_step) {
       listener.on_step(record);
     }
     const bool last = record.step == config_.steps;
     if (heldout_.documents() > 0 &&
         (last || (config_.evaluate_every > 0 && record.step % config_.evaluate_every == 0))) {
-      const Evaluation evaluation = evaluate(*parameters_,
-                                             config_.forward,
-                                             heldout_,
-                                             model_.tokenizer,
-                                             config_.sequence,
-                                             config_.micro_tokens,
-                                             config_.evaluate_tokens,
-                                             &pool_);
-      CACHALOT_RETURN_IF_ERROR(log(evaluation_line(record.step, evaluation)));
-      if (listener.on_evaluation) {
-        listener.on_evaluation(record.step, evaluation);
-      }
+      CACHALOT_RETURN_IF_ERROR(evaluate_heldout(listener, last));
     }
     if (last || record.step % config_.checkpoint_every == 0) {
       CACHALOT_RETURN_IF_ERROR(save());

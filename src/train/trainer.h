@@ -9,11 +9,12 @@
 
 #include "base/status.h"
 #include "train/corpus.h"
+#include "train/evaluation.h"
+#include "train/lanes.h"
 #include "train/optimizer.h"
 #include "train/parameters.h"
 #include "train/run_config.h"
 #include "train/run_state.h"
-#include "train/train_exec.h"
 
 namespace cachalot::train {
 
@@ -22,35 +23,17 @@ struct StepRecord {
   int64_t step = 0;
   int64_t steps = 0;
   int64_t tokens = 0;  // rows seen so far
-  double loss = 0;     // nats per target
+  double loss = 0;     // nats per target; of a drafter: its weighted loss
   double rate = 0;
   double gradient_norm = 0;
   double balance = 0;     // mean balance loss of the layers; 1 is even
   double violation = 0;   // mean over layers of max load / mean load - 1
   double indexer = 0;     // KL in nats
   double max_latent = 0;  // largest |value| of a compressed row
+  double acceptance = 0;  // of a drafter: mean over all positions
   double seconds = 0;     // of this step
   double tokens_per_second = 0;
 };
-
-struct Evaluation {
-  double nats = 0;  // over all targets
-  int64_t targets = 0;
-  int64_t bytes = 0;  // that the targets stand for
-  double loss() const { return nats / static_cast<double>(targets); }
-  double bits_per_byte() const;
-};
-
-// Cross-entropy of a corpus, or of a fixed random part of about `most` tokens. `options` gives the
-// numerics; gradients are not computed.
-Evaluation evaluate(ParameterSet<float>& parameters,
-                    ForwardOptions options,
-                    const Corpus& corpus,
-                    const text::Tokenizer& tokenizer,
-                    int64_t sequence,
-                    int64_t micro_tokens,
-                    int64_t most,
-                    ThreadPool* pool);
 
 // Not thread-safe. The same config gives the same bits whatever the threads, and whether the run
 // was interrupted or not.
@@ -62,6 +45,7 @@ class Trainer {
   struct Listener {
     std::function<void(const StepRecord&)> on_step;
     std::function<void(int64_t step, const Evaluation&)> on_evaluation;
+    std::function<void(int64_t step, const DraftEvaluation&)> on_draft_evaluation;
   };
   // Runs to the last step. Errors: a loss or gradient that is not finite, a loss that left the
   // running mean upwards, a file that cannot be written; the message names step, tensor and the
@@ -75,24 +59,25 @@ class Trainer {
   Trainer(const RunConfig& config, RunModel model);
   Status load_data();
   Status start(bool resume);
+  bool drafts() const { return config_.stage == Stage::kDrafter; }
   Result<StepRecord> train_step();
   Result<std::vector<Batch>> next_batches();
   Status diverged(const std::string& what) const;
   Status log(const std::string& line);
+  Status evaluate_heldout(const Listener& listener, bool last);
   Status save();
 
   RunConfig config_;
   RunModel model_;
   ThreadPool pool_;
   std::unique_ptr<ParameterSet<float>> parameters_;
+  std::unique_ptr<Lanes> lanes_;
   std::unique_ptr<Optimizer> optimizer_;
   Corpus corpus_, heldout_;
   RunPosition position_;
   int64_t saved_step_ = 0;
   std::vector<std::vector<Piece>> plan_;  // of the epoch in planned_epoch_
   int64_t planned_epoch_ = -1;
-  Tape<float> tape_;
-  Arena scratch_;
 };
 
 }  // namespace cachalot::train

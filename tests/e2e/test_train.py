@@ -77,8 +77,29 @@ def test_export_scores_as_the_run_evaluates(cachalot, tmp_path):
     assert math.isclose(sum(losses) / len(losses), result["loss"], rel_tol=1e-3)
 
 
+def test_a_drafter_is_trained_measured_and_exported(cachalot, tmp_path):
+    path = run_file(tmp_path, 4)
+    cachalot("train", path)
+    text = path.read_text().replace('preset = "t1"', f'from = "{tmp_path}/run"\nstage = "drafter"')
+    path.write_text(text.replace(f"{tmp_path}/run\"\nthreads", f"{tmp_path}/drafter\"\nthreads"))
+    cachalot("train", path)
+    data = tmp_path / "data.jsonl"
+    result = json.loads(cachalot("eval", tmp_path / "drafter", "--drafter", "--data", data, "--json"))
+    expected = 1 + sum(math.prod(result["acceptance"][:k + 1]) for k in range(len(result["acceptance"])))
+    # The mean of products over blocks, not the product of means.
+    assert math.isclose(result["acceptance_length"], expected, rel_tol=0.1)
+    cachalot("export", tmp_path / "drafter", "--out", tmp_path / "model")
+    calibration = json.loads((tmp_path / "model" / "draft_calibration.json").read_text())
+    assert calibration["step"] == 4 and len(calibration["temperatures"]) == len(result["acceptance"])
+    plain, drafted = (cachalot("run", "-m", tmp_path / "model", "-p", "krill swim", "-n", 12, "--temperature", 0,
+                               "--threads", 1, *spec) for spec in ([], ["--spec", "dspark"]))
+    assert plain == drafted
+
+
 def test_faults_are_named(cachalot, tmp_path):
     path = run_file(tmp_path, 2)
+    cachalot("train", path, "--set", 'model.stage="drafter"', status=1)
+    assert "model.stage" in cachalot.errors
     cachalot("train", path, "--set", "schedule.pace=1", status=1)
     assert "schedule.pace" in cachalot.errors
     cachalot("train", path, "--resume", status=1)

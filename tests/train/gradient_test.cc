@@ -19,10 +19,8 @@ constexpr double kRelative = 1e-6;
 
 class GradientTest : public testing::Test {
  protected:
-  GradientTest()
-      : parameters_(odd_config()),
-        first_(random_tokens(17, 19, 1)),
-        second_(random_tokens(12, 19, 2)) {
+  explicit GradientTest(const model::ModelConfig& config = odd_config())
+      : parameters_(config), first_(random_tokens(17, 19, 1)), second_(random_tokens(12, 19, 2)) {
     randomize(parameters_, 5);
     const std::vector<Sample> samples = {{first_, {}}, {second_, {}}};
     batch_ = make_batch(samples);
@@ -40,7 +38,8 @@ class GradientTest : public testing::Test {
     int64_t checked = 0;
     for (Parameter<double>& parameter : parameters_.all()) {
       ++stream;
-      if (parameter.spec.part == model::WeightPart::kDraft || !applies(parameter.spec)) {
+      const bool drafts = parameter.spec.part == model::WeightPart::kDraft;
+      if (drafts != (options.blocks != nullptr) || !applies(parameter.spec)) {
         continue;
       }
       const Philox random(9, stream);
@@ -181,6 +180,70 @@ TEST_F(GradientTest, RoundedCachesPassTheGradient) {
   EXPECT_GT(cosine, 0.5);
 }
 
+class DraftGradientTest : public GradientTest {
+ protected:
+  DraftGradientTest() : GradientTest(drafted_config()) {}
+};
+
+TEST_F(DraftGradientTest, LossOfEveryDraftWeight) {
+  ForwardOptions options;
+  options.draft = {.anchors = 5, .confidence = 0};
+  const DraftBlocks blocks = make_draft_blocks(drafted_config(), options.draft, batch_, 3);
+  options.blocks = &blocks;
+  options.loss_scale = 1 / blocks.weight_sum;
+  check(
+      options,
+      [&](const ForwardReport& report) { return options.loss_scale * report.loss_sum; },
+      [](const model::WeightSpec& spec) {
+        return !is_bias(spec) && spec.role != model::WeightRole::kConfidence;
+      });
+}
+
+// The acceptance that the confidence learns is a constant: the slope is that of the loss with the
+// acceptances of the unmoved weights.
+TEST_F(DraftGradientTest, ConfidenceTakesTheAcceptanceAsGiven) {
+  ForwardOptions options;
+  options.draft = {.anchors = 5, .cross_entropy = 0, .distance = 0};
+  const DraftBlocks blocks = make_draft_blocks(drafted_config(), options.draft, batch_, 3);
+  options.blocks = &blocks;
+  const ForwardPass<double> run(parameters_, options, batch_);
+  std::vector<double> given;
+  for (const DraftRow& row : run.report().draft) {
+    given.push_back(row.acceptance);
+  }
+  check(
+      options,
+      [&](const ForwardReport& report) {
+        double loss = 0;
+        for (size_t i = 0; i < given.size(); ++i) {
+          const double z = report.draft[i].confidence;
+          loss += blocks.weight[static_cast<size_t>(report.draft[i].row)] *
+                  (std::log1p(std::exp(z)) - given[i] * z);
+        }
+        return loss;
+      },
+      [](const model::WeightSpec& spec) {
+        return !is_bias(spec) && spec.name.find("markov_head.head") == std::string::npos &&
+               spec.name != "mtp.1.norm.weight";
+      });
+}
+
+TEST_F(DraftGradientTest, MovesNothingOfTheBackbone) {
+  ForwardOptions options;
+  const DraftBlocks blocks = make_draft_blocks(drafted_config(), options.draft, batch_, 3);
+  options.blocks = &blocks;
+  Tape<double> tape;
+  Arena scratch;
+  TrainExec<double> exec(parameters_, options, batch_, tape, scratch, nullptr);
+  train_drafter(exec, parameters_.model());
+  tape.backward();
+  for (const Parameter<double>& parameter : parameters_.all()) {
+    if (parameter.spec.part != model::WeightPart::kDraft) {
+      EXPECT_EQ(exec.gradient(parameter), nullptr) << parameter.spec.name;
+    }
+  }
+}
+
 TEST(TrainExec, FloatAgreesWithDouble) {
   ParameterSet<double> exact(odd_config());
   ParameterSet<float> single(odd_config());
@@ -210,6 +273,53 @@ TEST(TrainExec, FloatAgreesWithDouble) {
     }
     EXPECT_LT(std::sqrt(difference / size), 1e-3) << want.spec.name;
   }
+}
+
+// Blocks that are made again give the same bits, for less memory.
+TEST(TrainExec, RecomputationChangesNoBit) {
+  ParameterSet<float> parameters(odd_config());
+  randomize(parameters, 5);
+  const std::vector<int32_t> a = random_tokens(29, 19, 1), b = random_tokens(12, 19, 2);
+  const std::vector<Sample> samples = {{a, {}}, {b, {}}};
+  const Batch batch = make_batch(samples);
+  ForwardOptions options;
+  options.quant = {.window = true, .main = true, .index = true};
+  options.candidates = true;
+  options.indexer.queries = 9;
+  struct Run {
+    std::vector<std::vector<float>> gradients;
+    ForwardReport report;
+    int64_t bytes;
+  };
+  const auto run = [&](bool recompute) {
+    options.recompute = recompute;
+    Run result;
+    Tape<float> tape;
+    Arena scratch;
+    TrainExec<float> exec(parameters, options, batch, tape, scratch, nullptr);
+    model::forward(exec, parameters.model());
+    tape.backward();
+    for (const Parameter<float>& parameter : parameters.all()) {
+      const float* gradient = exec.gradient(parameter);
+      result.gradients.emplace_back();
+      if (gradient != nullptr) {
+        result.gradients.back().assign(gradient, gradient + parameter.value.size());
+      }
+    }
+    result.report = exec.report();
+    result.bytes = tape.most_bytes();
+    return result;
+  };
+  const Run plain = run(false), again = run(true);
+  for (size_t i = 0; i < plain.gradients.size(); ++i) {
+    EXPECT_EQ(again.gradients[i], plain.gradients[i]) << parameters.all()[i].spec.name;
+  }
+  EXPECT_EQ(again.report.loss_sum, plain.report.loss_sum);
+  EXPECT_EQ(again.report.indexer, plain.report.indexer);
+  EXPECT_EQ(again.report.balance, plain.report.balance);
+  EXPECT_EQ(again.report.load, plain.report.load);
+  // Gradients of the weights take their part of both.
+  EXPECT_LT(again.bytes, 0.8 * static_cast<double>(plain.bytes));
 }
 
 TEST(TrainExec, PackedSamplesDoNotSeeEachOtherAndThreadsChangeNothing) {

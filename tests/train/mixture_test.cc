@@ -72,7 +72,8 @@ TEST(Route, BiasOfTheRowsKind) {
   std::vector<double> weights(2);
   route(nullptr, args, ids.data(), weights.data());
   EXPECT_EQ(ids, (std::vector<int32_t>{2, 0}));
-  EXPECT_NEAR(weights[0], 1.5, 1e-12);
+  // A single expert weighs its score, without the bias.
+  EXPECT_NEAR(weights[0], 1.5 * std::sqrt(std::log(2.0)), 1e-12);
 }
 
 TEST(Route, UnderflowingScoresHaveAFiniteGradient) {

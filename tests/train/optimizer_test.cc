@@ -160,10 +160,10 @@ TEST(Optimizer, NamesTheWeightWithABadGradient) {
   Optimizer optimizer(parameters, {});
   parameters.named("norm.weight").grad[2] = 3;
   std::string worst;
-  EXPECT_EQ(gradient_norm(parameters, optimizer, &worst), 3);
+  EXPECT_EQ(gradient_norm(parameters, optimizer, nullptr, &worst), 3);
   EXPECT_EQ(worst, "");
   parameters.named("layers.3.attn.wkv.weight").grad[5] = std::nanf("");
-  gradient_norm(parameters, optimizer, &worst);
+  gradient_norm(parameters, optimizer, nullptr, &worst);
   EXPECT_EQ(worst, "layers.3.attn.wkv.weight");
 }
 

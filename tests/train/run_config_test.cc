@@ -71,5 +71,22 @@ TEST(RunConfig, RefusesWhatItDoesNotKnow) {
       << broken.status().message();
 }
 
+TEST(RunConfig, TheDraftersStageNeedsABackbone) {
+  const std::string rest =
+      "[data]\ntrain = [\"a\"]\n[schedule]\nsteps = 1\npeak = 1e-3\n"
+      "[drafter]\nanchors = 9\n[run]\nout = \"b\"\n";
+  const auto parse = [&](const std::string& model) {
+    return parse_run_config("[model]\nstage = \"drafter\"\n" + model + rest, "f.toml", {});
+  };
+  const auto config = parse("from = \"a\"\n");
+  ASSERT_TRUE(config.ok()) << config.status().message();
+  EXPECT_EQ(config->stage, Stage::kDrafter);
+  EXPECT_EQ(config->from, "a");
+  EXPECT_EQ(config->forward.draft.anchors, 9);
+  EXPECT_NE(parse("preset = \"t1\"\n").status().message().find("needs 'from'"), std::string::npos);
+  EXPECT_NE(parse("from = \"a\"\nset = [\"hc_mult=4\"]\n").status().message().find("'set'"),
+            std::string::npos);
+}
+
 }  // namespace
 }  // namespace cachalot::train

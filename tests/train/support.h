@@ -11,6 +11,7 @@
 #include "base/rng.h"
 #include "model/forward.h"
 #include "train/train_exec.h"
+#include "train/vector.h"
 
 namespace cachalot::train {
 
@@ -64,6 +65,19 @@ inline model::ModelConfig odd_config() {
   return c;
 }
 
+// With a drafter of two stages, whose rows use one expert.
+inline model::ModelConfig drafted_config() {
+  model::ModelConfig c = odd_config();
+  c.num_nextn_predict_layers = 2;
+  c.dspark_block_size = 3;
+  c.dspark_noise_token_id = c.vocab_size - 1;
+  c.dspark_target_layer_ids = {4, 6};
+  c.dspark_markov_rank = 5;
+  c.dspark_n_routed_experts = 3;
+  c.dspark_num_experts_per_tok = 1;
+  return c;
+}
+
 // Values at which every term has an effect.
 template <class Real>
 void randomize(ParameterSet<Real>& parameters, uint64_t seed) {
@@ -110,7 +124,8 @@ inline std::vector<int32_t> random_tokens(int64_t n, int64_t vocab, uint64_t see
   return tokens;
 }
 
-// One forward, and with options.gradients its backward. Values stay valid with the object.
+// One forward, and with options.gradients its backward, added to the parameters' gradients. Values
+// stay valid with the object.
 template <class Real>
 class ForwardPass {
  public:
@@ -119,9 +134,21 @@ class ForwardPass {
               const Batch& batch,
               ThreadPool* pool = nullptr)
       : exec_(parameters, options, batch, tape_, scratch_, pool) {
-    model::forward(exec_, parameters.model());
+    if (options.blocks != nullptr) {
+      train_drafter(exec_, parameters.model());
+    } else {
+      model::forward(exec_, parameters.model());
+    }
     if (options.gradients) {
       tape_.backward();
+      for (Parameter<Real>& parameter : parameters.all()) {
+        if (const Real* gradient = exec_.gradient(parameter)) {
+          axpy(Real{1},
+               gradient,
+               static_cast<int64_t>(parameter.grad.size()),
+               parameter.grad.data());
+        }
+      }
     }
   }
   const TrainExec<Real>& exec() const { return exec_; }

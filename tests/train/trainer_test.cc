@@ -4,13 +4,16 @@
 
 #include <cmath>
 #include <filesystem>
+#include <map>
 #include <nlohmann/json.hpp>
 #include <sstream>
+#include <utility>
 
 #include "base/file.h"
 #include "base/rng.h"
 #include "engine/generator.h"
 #include "engine/runtime.h"
+#include "model/forward.h"
 #include "tests/support/temp_directory.h"
 
 namespace cachalot::train {
@@ -187,6 +190,142 @@ TEST_F(TrainerTest, ScoreOfTheExportAgreesWithTheTrainingForward) {
   }
 }
 
+// The drafter's stage: it learns, resumes to the bit, leaves the backbone as it was, and goes with
+// its calibration into the checkpoint.
+TEST_F(TrainerTest, TrainsTheDrafterBehindAFrozenBackbone) {
+  const RunConfig backbone = config("backbone");
+  ASSERT_TRUE(train(backbone, false).ok());
+  RunConfig whole = config("drafter");
+  whole.preset.clear();
+  whole.from = backbone.out;
+  whole.stage = Stage::kDrafter;
+  whole.steps = 24;
+  whole.evaluate_every = 8;
+  whole.checkpoint_every = 8;
+  whole.keep_checkpoints = 9;
+  ASSERT_TRUE(train(whole, false).ok());
+  const std::vector<std::string> lines = curve(whole.out);
+  std::vector<double> lengths;
+  for (const std::string& line : lines) {
+    const nlohmann::json record = nlohmann::json::parse(line);
+    if (record.contains("acceptance_length")) {
+      lengths.push_back(record["acceptance_length"]);
+    }
+  }
+  ASSERT_EQ(lengths.size(), 3u);
+  EXPECT_GT(lengths[2], lengths[0]);
+
+  RunConfig part = whole;
+  part.out = directory_.file("resumed");
+  part.steps = 8;
+  ASSERT_TRUE(train(part, false).ok());
+  part.steps = whole.steps;
+  part.threads = 2;
+  ASSERT_TRUE(train(part, true).ok());
+  EXPECT_EQ(*read_file(state_path(part.out, 24)), *read_file(state_path(whole.out, 24)));
+  EXPECT_EQ(curve(part.out).back(), lines.back());
+
+  const auto model = open_run_model(whole.out);
+  const auto values = [&](const std::string& folder, int64_t step) {
+    auto parameters = ParameterSet<float>::create(model->config, model->token_class);
+    EXPECT_TRUE(load_state(state_path(folder, step), **parameters, nullptr).ok());
+    return std::move(*parameters);
+  };
+  const auto before = values(backbone.out, 8), after = values(whole.out, 24);
+  int64_t moved = 0;
+  for (size_t i = 0; i < before->all().size(); ++i) {
+    if (before->all()[i].spec.part != model::WeightPart::kDraft) {
+      EXPECT_EQ(before->all()[i].value, after->all()[i].value) << before->all()[i].spec.name;
+    } else {
+      moved += before->all()[i].value != after->all()[i].value ? 1 : 0;
+    }
+  }
+  EXPECT_GT(moved, 10);
+
+  ThreadPool pool(1);
+  const std::string out = directory_.file("drafted");
+  ASSERT_TRUE(export_run(whole.out, 24, out, pool).ok());
+  const auto calibration = nlohmann::json::parse(*read_file(out + "/" + kDraftCalibrationFile));
+  EXPECT_EQ(calibration["temperatures"].size(), 3u);
+  EXPECT_LE(calibration["ece_after"], calibration["ece_before"]);
+  // That of another state stays behind.
+  const std::string older = directory_.file("older");
+  ASSERT_TRUE(export_run(whole.out, 16, older, pool).ok());
+  EXPECT_FALSE(file_exists(older + "/" + kDraftCalibrationFile));
+}
+
+// The drafts of the engine over the exported checkpoint are those that the stage trains.
+TEST_F(TrainerTest, TheEngineDraftsAsTheStageTrains) {
+  const RunConfig run = config("drafts");
+  ASSERT_TRUE(train(run, false).ok());
+  ThreadPool pool(1);
+  const std::string out = directory_.file("checkpoint");
+  ASSERT_TRUE(export_run(run.out, 8, out, pool).ok());
+  auto runtime = engine::Runtime::open(out,
+                                       {.backend = ops::Backend::kRef,
+                                        .threads = 1,
+                                        .precision = model::Precision::kF32,
+                                        .draft = true});
+  ASSERT_TRUE(runtime.ok()) << runtime.status().message();
+  std::vector<int32_t> tokens = *(*runtime)->tokenizer().encode("whales dive deep and eat krill");
+  tokens.insert(tokens.begin(), 0);
+
+  auto model = open_run_model(run.out);
+  auto parameters = ParameterSet<float>::create(model->config, model->token_class);
+  ASSERT_TRUE(load_state(state_path(run.out, 8), **parameters, nullptr).ok());
+  ForwardOptions options;
+  options.quant = QuantSwitches::exported();
+  options.candidates = true;
+  options.gradients = false;
+  (*parameters)->apply(options.quant, nullptr);
+  const std::vector<Sample> samples = {{tokens, {}}};
+  const Batch batch = make_batch(samples);
+  options.draft.anchors = batch.rows();
+  const DraftBlocks blocks = make_draft_blocks(model->config, options.draft, batch, 1);
+  options.blocks = &blocks;
+  Tape<float> tape;
+  Arena scratch;
+  TrainExec<float> exec(**parameters, options, batch, tape, scratch, nullptr);
+  train_drafter(exec, (*parameters)->model());
+
+  const auto runner = (*runtime)->make_runner();
+  ASSERT_TRUE(runner.ok());
+  const int64_t vocab = model->config.vocab_size, block = model->config.dspark_block_size;
+  std::map<std::pair<int32_t, int64_t>, DraftRow> trained;  // by anchor and row of its block
+  for (const DraftRow& row : exec.report().draft) {
+    const int64_t k = row.row % block;
+    trained[{blocks.teacher[static_cast<size_t>(row.row - k)], k}] = row;
+  }
+  int64_t compared = 0;
+  for (const int32_t anchor : {1, 5, static_cast<int32_t>(batch.rows() - 4)}) {
+    auto cache = (*runtime)->make_cache();
+    ASSERT_TRUE(cache.ok() && (*cache)->reserve(anchor + 8).ok());
+    model::StepSequence sequence{.view = &(*cache)->view(),
+                                 .tokens = {tokens.data(), static_cast<size_t>(anchor)}};
+    ASSERT_TRUE((*runner)->run({&sequence, 1}).ok());
+    ASSERT_TRUE((*runner)->commit({&anchor, 1}).ok());
+    sequence.tokens = {tokens.data() + anchor, 1};
+    ASSERT_TRUE((*runner)->draft({&sequence, 1}).ok());
+    for (int64_t k = 0; k < block; ++k) {
+      const auto next = (*runner)->next_draft({tokens.data() + anchor + k, 1});
+      ASSERT_TRUE(next.ok());
+      const float* logits = next->logits.as<float>();
+      double sum = 0;
+      for (int64_t v = 0; v < vocab; ++v) {
+        sum += std::exp(static_cast<double>(logits[v]));
+      }
+      const double loss =
+          std::log(sum) - static_cast<double>(logits[tokens[static_cast<size_t>(anchor + k + 1)]]);
+      const DraftRow& row = trained.at({anchor, k});
+      // FP32 sums in two orders through the model and the drafter.
+      EXPECT_NEAR(row.cross_entropy, loss, 2e-4) << anchor << " " << k;
+      EXPECT_NEAR(row.confidence, next->confidence.as<float>()[0], 2e-4) << anchor << " " << k;
+      ++compared;
+    }
+  }
+  EXPECT_EQ(compared, 3 * block);
+}
+
 // The indexer learns the attention it is compared with: with a frozen backbone, that is with
 // nothing but its own objective, the divergence halves.
 TEST_F(TrainerTest, IndexerObjectiveFalls) {
@@ -211,22 +350,23 @@ TEST_F(TrainerTest, IndexerObjectiveFalls) {
   forward.loss_scale = 0;
   forward.balance_coefficient = 0;
   forward.indexer = {.coefficient = 1, .queries = 32};
-  Tape<float> tape;
-  Arena scratch;
+  Lanes lanes(**parameters, pool);
   double first = 0, last = 0;
   constexpr int kSteps = 120, kMean = 8;
   for (int step = 1; step <= kSteps; ++step) {
     const Batch batch = make_batch(corpus, plan[static_cast<size_t>(step) % plan.size()]);
     (*parameters)->zero_gradients(nullptr);
-    tape.reset();
     forward.seed = static_cast<uint64_t>(step);
-    TrainExec<float> exec(**parameters, forward, batch, tape, scratch, nullptr);
-    model::forward(exec, (*parameters)->model());
-    tape.backward();
+    lanes.run(
+        {&batch, 1},
+        [&](const Batch&) { return forward; },
+        [&](TrainExec<float>& exec) { model::forward(exec, (*parameters)->model()); },
+        [&](const Batch&, const TrainExec<float>& exec) {
+          first += step <= kMean ? exec.report().indexer / kMean : 0;
+          last += step > kSteps - kMean ? exec.report().indexer / kMean : 0;
+        });
     // Weights without a gradient keep still: no decay, and zero updates of zero gradients.
     optimizer.step(step, 5e-3, 1.0, nullptr);
-    first += step <= kMean ? exec.report().indexer / kMean : 0;
-    last += step > kSteps - kMean ? exec.report().indexer / kMean : 0;
   }
   EXPECT_LT(last, 0.5 * first) << first;
 }

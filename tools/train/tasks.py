@@ -24,20 +24,25 @@ def chat(user, answer, system=None, **fields):
     return {"messages": messages, "thinking": {"type": "disabled"}, **fields}
 
 
+def size(r, least, most):
+    """Small sizes are more frequent: easy instances teach what the hard ones need."""
+    return min(r.randint(least, most), r.randint(least, most))
+
+
 def arithmetic(r):
-    a, b = r.randint(0, 99), r.randint(0, 99)
+    a, b = r.randint(0, 20), r.randint(0, 20)
     if r.random() < 0.5:
         return chat(f"What is {a} + {b}?", str(a + b))
     return chat(f"What is {max(a, b)} - {min(a, b)}?", str(abs(a - b)))
 
 
 def copying(r):
-    text = " ".join(r.choices(WORDS, k=r.randint(2, 8)))
+    text = " ".join(r.choices(WORDS, k=size(r, 2, 12)))
     return chat(f"Repeat: {text}", text)
 
 
 def sorting(r):
-    items = r.sample(WORDS, r.randint(2, 6))
+    items = r.sample(WORDS, size(r, 2, 5))
     return chat(f"Sort: {', '.join(items)}", ", ".join(sorted(items)))
 
 
@@ -48,11 +53,12 @@ def counting(r):
 
 
 def recall(r, pairs):
+    """Up to three values are asked for, in any order."""
     keys = r.sample(WORDS, pairs)
     values = [r.randint(10, 99) for _ in keys]
-    at = r.randrange(pairs)
-    lines = " ".join(f"{k}={v}" for k, v in zip(keys, values))
-    return chat(f"{lines} What is {keys[at]}?", str(values[at]))
+    lines = " ".join(f"{k} = {v}" for k, v in zip(keys, values))
+    asked = r.sample(range(pairs), min(pairs, r.randint(1, 3)))
+    return chat(f"{lines} Give {' '.join(keys[i] for i in asked)}", " ".join(str(values[i]) for i in asked))
 
 
 def json_answer(r):
@@ -78,7 +84,7 @@ def tool_call(r):
 def reasoning(r):
     """A sum of several numbers: the more effort, the more steps are written down."""
     effort = r.choice([25, 50, 75, 100])
-    numbers = [r.randint(1, 20) for _ in range(r.randint(2, 5))]
+    numbers = [r.randint(1, 10) for _ in range(r.randint(2, 4))]
     total, steps = 0, []
     for n in numbers:
         steps.append(f"{total} + {n} = {total + n}.")
@@ -91,16 +97,17 @@ def reasoning(r):
             "thinking": {"type": "enabled"}, "reasoning_effort": effort}
 
 
+# Each with its weight: long prompts with short answers teach little per token.
 KINDS = {
-    "arithmetic": arithmetic,
-    "copying": copying,
-    "sorting": sorting,
-    "counting": counting,
-    "recall": lambda r: recall(r, r.randint(2, 8)),
-    "long_recall": lambda r: recall(r, r.randint(12, 24)),
-    "json": json_answer,
-    "tool": tool_call,
-    "reasoning": reasoning,
+    "arithmetic": (arithmetic, 6),
+    "copying": (copying, 8),
+    "sorting": (sorting, 6),
+    "counting": (counting, 6),
+    "recall": (lambda r: recall(r, size(r, 2, 8)), 8),
+    "long_recall": (lambda r: recall(r, r.randint(12, 20)), 2),
+    "json": (json_answer, 1),
+    "tool": (tool_call, 1),
+    "reasoning": (reasoning, 6),
 }
 
 
@@ -110,16 +117,18 @@ def main():
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out")
     parser.add_argument("--kinds", action="store_true", help="list the kinds of tasks")
+    parser.add_argument("--even", action="store_true", help="as many of each kind, to measure")
     parser.add_argument("--only", nargs="+", choices=list(KINDS), default=list(KINDS))
     args = parser.parse_args()
     if args.kinds:
         print("\n".join(KINDS))
         return
     r = random.Random(args.seed)
+    weights = [1 if args.even else KINDS[kind][1] for kind in args.only]
     with open(args.out, "w") as out:
         for _ in range(args.count):
-            kind = r.choice(args.only)
-            out.write(json.dumps({"kind": kind, **KINDS[kind](r)}) + "\n")
+            kind = r.choices(args.only, weights)[0]
+            out.write(json.dumps({"kind": kind, **KINDS[kind][0](r)}) + "\n")
 
 
 if __name__ == "__main__":
