@@ -3,9 +3,8 @@
 // in   logits [N, V] f32, temperature [N] f32
 // out  value [N, k] f32 and id [N, k] i32, best first; mass [N, 2] f32
 //
-// scan   block = 4096 logits of a row, in registers: the maximum of every 32 of them -> scratch;
-// the
-//        part's maximum and its masses relative to that -> scratch
+// scan   block = 4096 logits of a row, in registers: the maximum of every 32 of them, and of all
+//        with the masses relative to it -> scratch
 // rank   block = one row: a threshold that at least k of the maxima reach, and hardly more; so k
 //        logits reach it, and all that do lie in the same groups of 32. These are read again (k of
 //        4040 groups), the logits that reach it sorted, and the parts' masses put together.
