@@ -1,6 +1,7 @@
 // cachalot train, export, eval: a training run, its model as a checkpoint, its quality.
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstdio>
 #include <memory>
 
@@ -78,7 +79,7 @@ struct RunFlags {
   std::vector<std::string> data;
   int64_t step = 0, sequence = 512, tokens = int64_t{1} << 40;
   int threads = 0;
-  bool exported = false, drafter = false, json = false;
+  bool exported = false, drafter = false, zero_tables = false, json = false;
 };
 
 // The state that the flags name: the last one by default.
@@ -147,10 +148,21 @@ Status evaluate_run(const RunFlags& flags) {
   CACHALOT_TRY(const train::RunModel model, train::open_run_model(flags.run));
   CACHALOT_TRY(const auto parameters,
                train::ParameterSet<float>::create(model.config, model.token_class));
-  CACHALOT_RETURN_IF_ERROR(
-      train::load_state(train::state_path(flags.run, step), *parameters, nullptr));
+  CACHALOT_TRY(const train::RunPosition position,
+               train::load_state(train::state_path(flags.run, step), *parameters, nullptr));
   ThreadPool pool(flags.threads);
   train::ForwardOptions options;
+  options.mixing = position.mixing;
+  if (flags.zero_tables) {
+    if (model.config.engram_layer_ids.empty()) {
+      return invalid("--zero-tables: the model of '{}' has no Engram tables", flags.run);
+    }
+    for (train::Parameter<float>& parameter : parameters->all()) {
+      if (parameter.spec.role == model::WeightRole::kEngramTable) {
+        std::fill(parameter.value.begin(), parameter.value.end(), 0.0f);
+      }
+    }
+  }
   if (flags.exported) {
     options.quant = train::QuantSwitches::exported();
     options.candidates = true;
@@ -182,6 +194,7 @@ Status evaluate_run(const RunFlags& flags) {
         .field("loss", result.loss())
         .field("bits_per_byte", result.bits_per_byte())
         .field("targets", result.targets)
+        .field("right", result.right)
         .field("bytes", result.bytes)
         .end_object();
     std::fputs((w.text() + "\n").c_str(), stdout);
@@ -235,6 +248,7 @@ void add_eval(CLI::App& app, Action& action) {
   command->add_option("--tokens", flags->tokens, "At most about this many")->capture_default_str();
   command->add_flag("--drafter", flags->drafter, "Its drafter's acceptance instead");
   command->add_flag("--exported", flags->exported, "With the rounding of an exported checkpoint");
+  command->add_flag("--zero-tables", flags->zero_tables, "With Engram tables of zeros");
   command->add_option("--threads", flags->threads, "0: one per processor")->capture_default_str();
   command->add_flag("--json", flags->json, "One JSON document");
   command->callback([flags, &action] { action = [flags] { return evaluate_run(*flags); }; });

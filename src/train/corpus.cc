@@ -48,6 +48,21 @@ Status render(const nlohmann::json& body,
   return {};
 }
 
+Result<std::vector<uint8_t>> read_marks(const nlohmann::json& list, size_t count) {
+  std::vector<uint8_t> marks;
+  if (list.is_array()) {
+    for (const nlohmann::json& mark : list) {
+      if (mark == 0 || mark == 1) {
+        marks.push_back(mark.get<uint8_t>());
+      }
+    }
+  }
+  if (marks.size() != count || list.size() != count) {
+    return invalid("'learn' must hold {} times 0 or 1, one per token", count);
+  }
+  return marks;
+}
+
 }  // namespace
 
 Status Corpus::append(Document document, const DocumentTokens& control, const std::string& source) {
@@ -95,6 +110,9 @@ Status Corpus::add_lines(const std::string& path,
                   return invalid("'tokens' must hold integers");
                 }
                 document.tokens.push_back(id.get<int32_t>());
+              }
+              if (line.contains("learn")) {
+                CACHALOT_TRY(document.learn, read_marks(line["learn"], document.tokens.size()));
               }
             } else {
               return invalid("needs 'text', 'tokens' or 'messages'");

@@ -23,8 +23,8 @@ struct DocumentTokens {
 class Corpus {
  public:
   // Adds the documents of files or folders (all their files, by name). By its name a file is
-  //   *.jsonl        one document per line: {"text": ...}, {"tokens": [...]}, or a chat request
-  //   with
+  //   *.jsonl        one document per line: {"text": ...}, {"tokens": [...]} with an optional
+  //                  "learn" (1 or 0 per token: does its prediction count?), or a chat request with
   //                  "messages", whose last message, the assistant's, is what is learned;
   //   *.safetensors  pre-tokenized: "tokens" I32 [N] and "begin" I64 [documents + 1];
   //   anything else  one document of plain text.

@@ -1,5 +1,6 @@
 #include "train/evaluation.h"
 
+#include <algorithm>
 #include <numbers>
 
 #include "model/forward.h"
@@ -45,6 +46,7 @@ Evaluation evaluate(ParameterSet<float>& parameters,
                     ThreadPool& pool) {
   options.gradients = false;
   options.indexer.coefficient = 0;
+  options.keep_logits = true;
   Evaluation result;
   Lanes lanes(parameters, pool);
   for_batches(corpus, text, pool, [&](const std::vector<Batch>& batches) {
@@ -54,8 +56,12 @@ Evaluation evaluate(ParameterSet<float>& parameters,
         [&](TrainExec<float>& exec) { model::forward(exec, parameters.model()); },
         [&](const Batch& batch, const TrainExec<float>& exec) {
           result.nats += exec.report().loss_sum;
-          for (int32_t target : batch.target) {
+          const int64_t vocab = exec.logits().width();
+          for (int64_t row = 0; row < batch.rows(); ++row) {
+            const int32_t target = batch.target[static_cast<size_t>(row)];
             if (target >= 0) {
+              const float* logits = exec.logits().value() + row * vocab;
+              result.right += std::max_element(logits, logits + vocab) == logits + target ? 1 : 0;
               ++result.targets;
               result.bytes += tokenizer.is_control(target)
                                   ? 0

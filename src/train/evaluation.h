@@ -24,6 +24,7 @@ struct Evaluation {
   double nats = 0;  // over all targets
   int64_t targets = 0;
   int64_t bytes = 0;  // that the targets stand for
+  int64_t right = 0;  // targets that were the most likely token
   double loss() const { return nats / static_cast<double>(targets); }
   double bits_per_byte() const;
 };

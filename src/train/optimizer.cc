@@ -69,6 +69,11 @@ Optimizer::Optimizer(ParameterSet<float>& parameters, const OptimizerOptions& op
   for (size_t i = 0; i < parameters.all().size(); ++i) {
     const Parameter<float>& parameter = parameters.all()[i];
     UpdateRule rule = update_rule(config, parameter.spec);
+    if (rule.update == Update::kMuon) {
+      rule.rate = options.matrix_rate;
+    } else if (rule.update == Update::kSinkhorn) {
+      rule.rate = options.table_rate * (rule.is_table ? options.engram_rate : 1.0);
+    }
     if ((rule.update == Update::kMuon && options.adam_for_matrices) ||
         (rule.update == Update::kSinkhorn && options.adam_for_tables)) {
       rule.decays = rule.update == Update::kMuon;
@@ -76,7 +81,8 @@ Optimizer::Optimizer(ParameterSet<float>& parameters, const OptimizerOptions& op
     }
     const bool trains =
         rule.update != Update::kBias &&
-        (parameter.spec.part == model::WeightPart::kDraft) == (stage == Stage::kDrafter);
+        (parameter.spec.part == model::WeightPart::kDraft) == (stage == Stage::kDrafter) &&
+        (stage != Stage::kIndexer || parameter.spec.name.find(".indexer.") != std::string::npos);
     OptimizerState& state = states_.emplace_back();
     trains_.push_back(trains);
     if (trains) {
@@ -109,7 +115,7 @@ void Optimizer::step(int64_t step, double rate, double gradient_scale, ThreadPoo
     float* gradient = parameter.grad.data() + begin;
     float* weight = parameter.value.data() + begin;
     float* first = state.first.data() + begin;
-    const double own_rate = rate * (rule.is_table ? options_.engram_rate : 1.0);
+    const double own_rate = rate * rule.rate;
     if (gradient_scale != 1.0) {
       for (int64_t i = 0; i < size; ++i) {
         gradient[i] *= static_cast<float>(gradient_scale);

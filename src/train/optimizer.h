@@ -28,6 +28,7 @@ struct Block {
 struct UpdateRule {
   Update update = Update::kAdam;
   bool decays = false;        // weight decay; Muon's is part of its rule
+  double rate = 1;            // times the learning rate
   bool is_table = false;      // has the rate of Engram tables
   std::vector<Block> blocks;  // of kMuon and kSinkhorn
 };
@@ -42,6 +43,8 @@ struct OptimizerOptions {
   AdamConstants adam;
   double adam_weight_decay = 0.1;
   double engram_rate = 5;          // times the rate, for Engram tables
+  double matrix_rate = 1;          // times the rate, for what Muon updates by default
+  double table_rate = 1;           // times the rate, for what Sinkhorn updates by default
   bool adam_for_matrices = false;  // AdamW instead of Muon, to compare
   bool adam_for_tables = false;    // AdamW instead of the Sinkhorn update
 };
@@ -56,6 +59,7 @@ struct OptimizerState {
 enum class Stage : uint8_t {
   kBackbone,  // everything but the drafter
   kDrafter,   // the drafter alone, behind the frozen backbone
+  kIndexer,   // the indexer alone, in the frozen backbone
 };
 
 // Updates the weights of a stage but its router biases. Not thread-safe.

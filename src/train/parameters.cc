@@ -176,7 +176,7 @@ void ParameterSet<Real>::apply(const QuantSwitches& switches, ThreadPool* pool) 
 template class ParameterSet<float>;
 template class ParameterSet<double>;
 
-void initialize(ParameterSet<float>& parameters, uint64_t seed) {
+void initialize(ParameterSet<float>& parameters, uint64_t seed, bool free_mixing) {
   const model::ModelConfig& config = parameters.model().config;
   const auto depth = static_cast<double>(2 * config.num_hidden_layers);
   for (Parameter<float>& parameter : parameters.all()) {
@@ -221,7 +221,8 @@ void initialize(ParameterSet<float>& parameters, uint64_t seed) {
     if (spec.role == WeightRole::kHcBase) {
       const int64_t m = config.hc_mult;
       for (int64_t j = 0; j < m; ++j) {
-        parameter.value[static_cast<size_t>(2 * m + j * m + j)] = kCombDiagonal;
+        parameter.value[static_cast<size_t>(2 * m + j * m + j)] =
+            free_mixing ? 1.0f : kCombDiagonal;
       }
     }
   }

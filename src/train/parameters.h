@@ -77,7 +77,8 @@ class ParameterSet {
 };
 
 // Random initial values: projections N(0, 1/in), those that write into the streams divided by
-// sqrt(2 layers); norms 1; streams that keep most of themselves. Same seed, same values.
-void initialize(ParameterSet<float>& parameters, uint64_t seed);
+// sqrt(2 layers); norms 1; streams that keep most of themselves, or with `free_mixing` all. Same
+// seed, same values.
+void initialize(ParameterSet<float>& parameters, uint64_t seed, bool free_mixing = false);
 
 }  // namespace cachalot::train

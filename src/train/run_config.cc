@@ -103,12 +103,12 @@ class Section {
     }
   }
   // One of the names; the index of it.
-  size_t choose(const char* key, std::initializer_list<const char*> names, size_t value) {
-    std::string text = *(names.begin() + value);
+  size_t choose(const char* key, const std::vector<std::string_view>& names, size_t value) {
+    std::string text(names[value]);
     read(key, text);
     size_t i = 0;
     std::string list;
-    for (const char* name : names) {
+    for (const std::string_view name : names) {
       if (text == name) {
         return i;
       }
@@ -156,8 +156,10 @@ void read_model(Section s, RunConfig& c) {
   s.read("set", c.set);
   s.read("tokenizer", c.tokenizer);
   s.read("from", c.from);
-  c.stage = s.choose("stage", {"backbone", "drafter"}, 0) == 1 ? Stage::kDrafter : Stage::kBackbone;
+  c.stage = static_cast<Stage>(s.choose("stage", {"backbone", "drafter", "indexer"}, 0));
   c.classes_from_tokenizer = s.choose("engram_classes", {"config", "tokenizer"}, 0) == 1;
+  c.forward.mixing =
+      static_cast<Mixing>(s.choose("mixing", {kMixingNames.begin(), kMixingNames.end()}, 0));
   auto seed = static_cast<int64_t>(c.seed);
   s.read("seed", seed, 0, kMost);
   c.seed = static_cast<uint64_t>(seed);
@@ -204,6 +206,8 @@ void read_optimizer(Section s, RunConfig& c) {
   s.read("adam_first", o.adam.first, 0, 1);
   s.read("adam_second", o.adam.second, 0, 1);
   s.read("engram_rate", o.engram_rate, 0, 1000);
+  s.read("matrix_rate", o.matrix_rate, 0, 1000);
+  s.read("table_rate", o.table_rate, 0, 1000);
   o.adam_for_matrices = s.choose("matrices", {"muon", "adamw"}, 0) == 1;
   o.adam_for_tables = s.choose("tables", {"sinkhorn", "adamw"}, 0) == 1;
   s.read("clip", c.clip, 0, 1e9);
@@ -316,15 +320,15 @@ Result<RunConfig> parse_run_config(std::string_view text,
   if (int{!c.preset.empty()} + int{!c.config.empty()} + int{!c.from.empty()} != 1) {
     return invalid("{}: [model] needs either 'preset', 'config' or 'from'", source);
   }
-  if (!c.from.empty() && (!c.set.empty() || !c.tokenizer.empty() || c.classes_from_tokenizer)) {
+  if (!c.from.empty() && (!c.tokenizer.empty() || c.classes_from_tokenizer)) {
     return invalid(
-        "{}: model.from brings its config and tokenizer; 'set', 'tokenizer' and "
-        "'engram_classes' do not go with it",
+        "{}: model.from brings its tokenizer; 'tokenizer' and 'engram_classes' do not go with it",
         source);
   }
-  if (c.stage == Stage::kDrafter && c.from.empty()) {
-    return invalid("{}: model.stage is \"drafter\", which needs 'from', the backbone's run",
-                   source);
+  if (c.stage != Stage::kBackbone && c.from.empty()) {
+    return invalid("{}: model.stage is \"{}\", which needs 'from', the backbone's run",
+                   source,
+                   c.stage == Stage::kDrafter ? "drafter" : "indexer");
   }
   if (c.train.empty()) {
     return invalid("{}: data.train names no files", source);
@@ -337,6 +341,9 @@ Result<RunConfig> parse_run_config(std::string_view text,
   }
   if (c.out.empty()) {
     return invalid("{}: run.out is missing", source);
+  }
+  if (c.stage == Stage::kIndexer && c.forward.indexer.coefficient == 0) {
+    return invalid("{}: model.stage is \"indexer\", but objective.indexer is 0", source);
   }
   if (c.batch_tokens % c.micro_tokens != 0) {
     return invalid("{}: data.batch_tokens is {}; it must be a multiple of micro_tokens, {}",

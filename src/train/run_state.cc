@@ -17,6 +17,7 @@ namespace cachalot::train {
 namespace {
 
 constexpr std::string_view kFormat = "cachalot training state 1";
+constexpr const char* kMixing = "mixing";
 constexpr std::string_view kPrefix = "state-", kSuffix = ".safetensors";
 
 TensorView view(const std::vector<float>& values) {
@@ -86,10 +87,13 @@ Result<RunModel> make_run_model(model::ModelConfig config,
   return run;
 }
 
-Result<RunModel> open_run_model(const std::string& folder) {
+Result<RunModel> open_run_model(const std::string& folder, const std::vector<std::string>& set) {
   const std::string config_path = folder + "/config.json", tokenizer = folder + "/tokenizer.json";
   CACHALOT_TRY(const std::string text, read_file(config_path));
   CACHALOT_TRY(model::ModelConfig config, model::parse_config(text, config_path));
+  for (const std::string& assignment : set) {
+    CACHALOT_RETURN_IF_ERROR(model::set_config_value(config, assignment).with("model.set"));
+  }
   CACHALOT_TRY(std::string json, read_file(tokenizer));
   return make_run_model(std::move(config), std::move(json), tokenizer);
 }
@@ -131,15 +135,17 @@ Status save_state(const std::string& path,
       tensors.push_back({"second/" + parameter.spec.name, view(states[i].second)});
     }
   }
-  return io::write_safetensors(path,
-                               tensors,
-                               {{"format", std::string(kFormat)},
-                                {"step", fmt::format("{}", position.step)},
-                                {"tokens", fmt::format("{}", position.tokens)},
-                                {"epoch", fmt::format("{}", position.epoch)},
-                                {"batch", fmt::format("{}", position.batch)},
-                                // The shortest text that reads back as the same double.
-                                {"mean_loss", fmt::format("{}", position.mean_loss)}});
+  return io::write_safetensors(
+      path,
+      tensors,
+      {{"format", std::string(kFormat)},
+       {"step", fmt::format("{}", position.step)},
+       {"tokens", fmt::format("{}", position.tokens)},
+       {"epoch", fmt::format("{}", position.epoch)},
+       {"batch", fmt::format("{}", position.batch)},
+       // The shortest text that reads back as the same double.
+       {"mean_loss", fmt::format("{}", position.mean_loss)},
+       {kMixing, std::string(kMixingNames[static_cast<size_t>(position.mixing)])}});
 }
 
 Result<RunPosition> load_state(const std::string& path,
@@ -156,6 +162,15 @@ Result<RunPosition> load_state(const std::string& path,
   CACHALOT_RETURN_IF_ERROR(read_number(file, "epoch", &position.epoch));
   CACHALOT_RETURN_IF_ERROR(read_number(file, "batch", &position.batch));
   CACHALOT_RETURN_IF_ERROR(read_number(file, "mean_loss", &position.mean_loss));
+  // States written before there was a choice lack it.
+  if (file.metadata().contains(kMixing)) {
+    CACHALOT_TRY(const std::string name, field(file, kMixing));
+    const auto* found = std::find(kMixingNames.begin(), kMixingNames.end(), name);
+    if (found == kMixingNames.end()) {
+      return error(Code::kDataLoss, "{}: '{}' is '{}'", path, kMixing, name);
+    }
+    position.mixing = static_cast<Mixing>(found - kMixingNames.begin());
+  }
   for (size_t i = 0; i < parameters.all().size(); ++i) {
     Parameter<float>& parameter = parameters.all()[i];
     CACHALOT_RETURN_IF_ERROR(read_tensor(file, "value/" + parameter.spec.name, &parameter.value));
@@ -174,7 +189,13 @@ Status export_run(const std::string& folder,
                   ThreadPool& pool) {
   CACHALOT_TRY(const RunModel run, open_run_model(folder));
   CACHALOT_TRY(const auto parameters, ParameterSet<float>::create(run.config, run.token_class));
-  CACHALOT_RETURN_IF_ERROR(load_state(state_path(folder, step), *parameters, nullptr));
+  const std::string path = state_path(folder, step);
+  CACHALOT_TRY(const RunPosition position, load_state(path, *parameters, nullptr));
+  if (position.mixing != Mixing::kManifold) {
+    return invalid("{}: trained with model.mixing = \"{}\", which no checkpoint can express",
+                   path,
+                   kMixingNames[static_cast<size_t>(position.mixing)]);
+  }
   const model::WeightSource source = [&](const model::WeightSpec& spec) -> model::WeightValues {
     const float* values = parameters->named(spec.name).value.data();
     return [values](int64_t begin, std::span<float> to) {

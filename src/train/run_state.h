@@ -17,6 +17,7 @@
 #include "text/tokenizer.h"
 #include "train/optimizer.h"
 #include "train/parameters.h"
+#include "train/streams.h"
 
 namespace cachalot::train {
 
@@ -27,8 +28,9 @@ struct RunModel {
   std::vector<int32_t> token_class;
 };
 
-// The model of a run folder. Errors name the file.
-Result<RunModel> open_run_model(const std::string& folder);
+// The model of a run folder, with "key=value" changes of its config. Errors name the file.
+Result<RunModel> open_run_model(const std::string& folder,
+                                const std::vector<std::string>& set = {});
 // Checks that config and tokenizer fit each other and derives the Engram classes.
 Result<RunModel> make_run_model(model::ModelConfig config,
                                 std::string tokenizer_json,
@@ -41,6 +43,7 @@ struct RunPosition {
   int64_t epoch = 0;   // of the next batch
   int64_t batch = 0;   // its index in the epoch
   double mean_loss = 0;
+  Mixing mixing = Mixing::kManifold;  // what the weights were trained for
 };
 
 std::string state_path(const std::string& folder, int64_t step);
@@ -58,7 +61,7 @@ Result<RunPosition> load_state(const std::string& path,
                                std::vector<OptimizerState>* states);
 
 // Writes the model of a state as a checkpoint in the official layout, with the calibration of that
-// state's drafter if there is one.
+// state's drafter if there is one. Errors: a state with another mixing than the architecture's.
 Status export_run(const std::string& folder,
                   int64_t step,
                   const std::string& out,

@@ -1,5 +1,6 @@
 #include "train/streams.h"
 
+#include <algorithm>
 #include <array>
 #include <cmath>
 #include <vector>
@@ -289,6 +290,12 @@ void site_coefficients(ThreadPool* pool,
                        const SiteWeights<Real>& w,
                        const SiteRows<Real>& out) {
   const int64_t m = s.streams, n = s.coefficients(), size = s.row_size();
+  if (constants.mixing == Mixing::kPlain) {
+    std::fill_n(out.pre, s.rows * m, Real{1});
+    std::fill_n(out.post, s.rows * m, Real{1});
+    std::fill_n(out.comb, s.rows * m * m, Real{1});
+    return;
+  }
   linear_forward(pool, LinearShape<Real>{s.rows, n, size, size, n}, x, w.fn, out.predicted);
   const int64_t blocks = (s.rows + kLanes - 1) / kLanes;
   parallel_for(pool, blocks, 1, [&](int64_t first, int64_t last) {
@@ -310,10 +317,14 @@ void site_coefficients(ThreadPool* pool,
         }
       }
       load_logits(s, w, out.predicted, begin, end, sinkhorn.input());
-      sinkhorn.forward();
+      if (constants.mixing == Mixing::kManifold) {
+        sinkhorn.forward();
+      }
+      const Real* comb =
+          constants.mixing == Mixing::kManifold ? sinkhorn.result() : sinkhorn.input();
       for (int64_t t = begin; t < end; ++t) {
         for (int64_t i = 0; i < m * m; ++i) {
-          out.comb[t * m * m + i] = sinkhorn.result()[i * kLanes + t - begin];
+          out.comb[t * m * m + i] = comb[i * kLanes + t - begin];
         }
       }
     }
@@ -331,6 +342,9 @@ void site_coefficients_backward(ThreadPool* pool,
                                 Real* dx,
                                 const SiteWeights<Real>& dw) {
   const int64_t m = s.streams, n = s.coefficients(), size = s.row_size();
+  if (constants.mixing == Mixing::kPlain) {
+    return;
+  }
   // Gradients of the logits before scale and base, then of fn . x.
   std::vector<Real> dlogit(static_cast<size_t>(s.rows * n), Real{0});
   const int64_t blocks = (s.rows + kLanes - 1) / kLanes;
@@ -351,15 +365,17 @@ void site_coefficients_backward(ThreadPool* pool,
       if (d.comb == nullptr) {
         continue;
       }
-      load_logits(s, w, out.predicted, begin, end, sinkhorn.input());
-      sinkhorn.forward();
       std::fill(lanes.begin(), lanes.end(), Real{0});
       for (int64_t t = begin; t < end; ++t) {
         for (int64_t i = 0; i < m * m; ++i) {
           lanes[static_cast<size_t>(i * kLanes + t - begin)] = d.comb[t * m * m + i];
         }
       }
-      sinkhorn.backward(lanes.data());
+      if (constants.mixing == Mixing::kManifold) {
+        load_logits(s, w, out.predicted, begin, end, sinkhorn.input());
+        sinkhorn.forward();
+        sinkhorn.backward(lanes.data());
+      }
       for (int64_t t = begin; t < end; ++t) {
         for (int64_t i = 0; i < m * m; ++i) {
           dlogit[static_cast<size_t>(t * n + 2 * m + i)] =
@@ -393,6 +409,43 @@ void site_coefficients_backward(ThreadPool* pool,
   const LinearShape<Real> linear{s.rows, n, size, size, n};
   linear_weight_gradient(pool, linear, dlogit.data(), x, dw.fn);
   linear_input_gradient(pool, linear, dlogit.data(), w.fn, dx);
+}
+
+template <class Real>
+MixingGain extend_mixing(ThreadPool* pool, const StreamShape& s, const Real* comb, Real* product) {
+  const int64_t m = s.streams;
+  const int64_t blocks = (s.rows + kGrain - 1) / kGrain;
+  std::vector<MixingGain> gains(static_cast<size_t>(blocks), MixingGain{0, 0});
+  parallel_tasks(pool, blocks, [&](int64_t block) {
+    MixingGain& gain = gains[static_cast<size_t>(block)];
+    Real next[kMaxStreams * kMaxStreams];
+    for (int64_t t = block * kGrain; t < std::min(s.rows, (block + 1) * kGrain); ++t) {
+      Real* p = product + t * m * m;
+      Real columns[kMaxStreams] = {};
+      for (int64_t j = 0; j < m; ++j) {
+        Real row = 0;
+        for (int64_t k = 0; k < m; ++k) {
+          Real sum = 0;
+          for (int64_t i = 0; i < m; ++i) {
+            sum += p[j * m + i] * comb[(t * m + i) * m + k];
+          }
+          next[j * m + k] = sum;
+          row += std::fabs(sum);
+          columns[k] += std::fabs(sum);
+        }
+        gain.backward = std::max(gain.backward, static_cast<double>(row));
+      }
+      gain.forward =
+          std::max(gain.forward, static_cast<double>(*std::max_element(columns, columns + m)));
+      std::copy_n(next, m * m, p);
+    }
+  });
+  MixingGain most{0, 0};
+  for (const MixingGain& gain : gains) {
+    most.forward = std::max(most.forward, gain.forward);
+    most.backward = std::max(most.backward, gain.backward);
+  }
+  return most;
 }
 
 #define CACHALOT_INSTANTIATE(Real)                                                    \
@@ -437,7 +490,8 @@ void site_coefficients_backward(ThreadPool* pool,
                                            const SiteRows<Real>&,                     \
                                            const SiteRows<Real>&,                     \
                                            Real*,                                     \
-                                           const SiteWeights<Real>&);
+                                           const SiteWeights<Real>&);                 \
+  template MixingGain extend_mixing(ThreadPool*, const StreamShape&, const Real*, Real*);
 CACHALOT_INSTANTIATE(float)
 CACHALOT_INSTANTIATE(double)
 #undef CACHALOT_INSTANTIATE

@@ -5,7 +5,9 @@
 // Weight gradients are summed over rows in a fixed order.
 #pragma once
 
+#include <array>
 #include <cstdint>
+#include <string_view>
 
 #include "base/thread_pool.h"
 
@@ -17,6 +19,14 @@ struct StreamShape {
   // Coefficients of a site per row: pre, post, comb.
   int64_t coefficients() const { return (2 + streams) * streams; }
 };
+
+// What a site's coefficients may be. All but kManifold exist to be compared with it.
+enum class Mixing : uint8_t {
+  kManifold,  // comb is about doubly stochastic: a Sinkhorn iteration makes it
+  kFree,      // comb is what the site predicts
+  kPlain,     // one stream and constants of 1: a residual connection
+};
+inline constexpr std::array<std::string_view, 3> kMixingNames = {"manifold", "free", "plain"};
 
 // A sublayer's output that is not yet in the streams; in a backward, their gradients.
 template <class Real>
@@ -70,7 +80,7 @@ void collapse_backward(ThreadPool* pool,
                        Real* dpre,
                        Real* dnorm);
 
-// The coefficients that a site predicts from its streams (a Sinkhorn iteration makes comb).
+// The coefficients that a site predicts from its streams.
 template <class Real>
 struct SiteWeights {
   Real* fn = nullptr;     // [(2 + M) M, M D]
@@ -80,6 +90,7 @@ struct SiteWeights {
 struct SiteConstants {
   double rms_eps = 0, hc_eps = 0;
   int iterations = 0;
+  Mixing mixing = Mixing::kManifold;
 };
 template <class Real>
 struct SiteRows {
@@ -107,5 +118,17 @@ void site_coefficients_backward(ThreadPool* pool,
                                 const SiteRows<Real>& d,
                                 Real* dx,
                                 const SiteWeights<Real>& dw);
+
+// How much the streams can grow from the first site to the last: the largest absolute column sum
+// (forward, as comb acts transposed) and row sum (backward) of a product of combs.
+struct MixingGain {
+  double forward = 1, backward = 1;
+};
+// Multiplies `product` [T, M, M] by comb and returns the gain of the result over all rows.
+template <class Real>
+MixingGain extend_mixing(ThreadPool* pool,
+                         const StreamShape& shape,
+                         const Real* comb,
+                         Real* product);
 
 }  // namespace cachalot::train

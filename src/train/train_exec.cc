@@ -2,8 +2,10 @@
 
 #include <algorithm>
 #include <cmath>
+#include <functional>
 #include <limits>
 #include <memory>
+#include <numeric>
 
 #include "base/rng.h"
 #include "ops/ops.h"
@@ -281,6 +283,11 @@ Var<Real> TrainExec<Real>::first_pre() {
   for (int64_t i = 0; i < pre.node->size(); ++i) {
     pre.value()[i] = i % pre.width() == 0 ? Real{1} : Real{0};
   }
+  const StreamShape s = stream_shape();
+  mixed_.assign(static_cast<size_t>(s.rows * s.streams * s.streams), Real{0});
+  for (int64_t i = 0; i < s.rows * s.streams; ++i) {
+    mixed_[static_cast<size_t>(i * s.streams + i % s.streams)] = Real{1};
+  }
   return pre;
 }
 
@@ -326,7 +333,8 @@ model::Site<Var<Real>> TrainExec<Real>::hc_site(const StreamVar& stream,
   const SiteWeights<Real> weights{const_cast<Real*>(fn.used()),
                                   const_cast<Real*>(base.used()),
                                   const_cast<Real*>(scale.used())};
-  const SiteConstants constants{c.rms_norm_eps, c.hc_eps, static_cast<int>(c.hc_sinkhorn_iters)};
+  const SiteConstants constants{
+      c.rms_norm_eps, c.hc_eps, static_cast<int>(c.hc_sinkhorn_iters), options_.mixing};
   const SiteRows<Real> rows{tape_.array(s.rows * s.coefficients()),
                             tape_.array(s.rows),
                             site.pre.value(),
@@ -334,6 +342,11 @@ model::Site<Var<Real>> TrainExec<Real>::hc_site(const StreamVar& stream,
                             site.comb.value()};
   const CollapseRows<Real> kept{tape_.array(s.rows * s.width), tape_.array(s.rows)};
   site_coefficients(pool_, s, constants, x.value(), weights, rows);
+  if (!again_) {
+    const MixingGain mixed = extend_mixing(pool_, s, rows.comb, mixed_.data());
+    report_.gain.forward = std::max(report_.gain.forward, mixed.forward);
+    report_.gain.backward = std::max(report_.gain.backward, mixed.backward);
+  }
   collapse(pool_, s, x.value(), before.value(), gain.used(), c.rms_norm_eps, kept, site.u.value());
   record([=, this, &fn, &base, &scale, &gain] {
     Real* dx = tape_.grad(x);
@@ -672,6 +685,24 @@ void TrainExec<Real>::compare_rows(Index& index) {
   }
 }
 
+template <class Real>
+void TrainExec<Real>::measure_selection(const Index& index, size_t compared) {
+  const std::vector<int32_t>& entry = index.entry[compared];
+  const int64_t k = index.selection.width;
+  if (static_cast<int64_t>(entry.size()) <= k) {
+    return;
+  }
+  const int32_t* chosen = index.selection.entry.data() + index.compared[compared] * k;
+  std::vector<Real> mass = index.teacher[compared];
+  report_.all_mass += static_cast<double>(std::accumulate(mass.begin(), mass.end(), Real{0}));
+  for (int64_t j = 0; j < k && chosen[j] >= 0; ++j) {
+    report_.selected_mass += static_cast<double>(mass[static_cast<size_t>(chosen[j] - entry[0])]);
+  }
+  std::partial_sort(mass.begin(), mass.begin() + k, mass.end(), std::greater<>());
+  report_.best_mass +=
+      static_cast<double>(std::accumulate(mass.begin(), mass.begin() + k, Real{0}));
+}
+
 // KL(teacher || softmax(scores)) per compared row, once all layers have added to the teachers.
 template <class Real>
 void TrainExec<Real>::indexer_objective() {
@@ -693,6 +724,9 @@ void TrainExec<Real>::indexer_objective() {
       const auto n = static_cast<int64_t>(key_rows.size());
       std::vector<Real> scores(static_cast<size_t>(n)), p(scores);
       index_scores(index_row(index, index.compared[i]), key_rows.data(), n, scores.data());
+      if (!options_.indexer.selected_only) {
+        measure_selection(index, i);
+      }
       const Real best = *std::max_element(scores.begin(), scores.end());
       const Real sum = exp_sum(scores.data(), n, best, p.data());
       for (size_t j = 0; j < p.size(); ++j) {

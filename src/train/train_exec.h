@@ -40,6 +40,7 @@ struct IndexerObjective {
 
 struct ForwardOptions {
   QuantSwitches quant;
+  Mixing mixing = Mixing::kManifold;
   bool candidates = false;  // restrict Reindex layers to candidate blocks, as inference does
   double balance_coefficient = 1e-4;
   IndexerObjective indexer;
@@ -59,10 +60,14 @@ struct ForwardOptions {
 };
 
 struct ForwardReport {
-  double loss_sum = 0;    // cross-entropy in nats over all targets; of a drafter: weighted losses
-  double balance = 0;     // mean balance loss of the layers, before its coefficient
-  double indexer = 0;     // mean KL per compared row over the index sources
+  double loss_sum = 0;  // cross-entropy in nats over all targets; of a drafter: weighted losses
+  double balance = 0;   // mean balance loss of the layers, before its coefficient
+  double indexer = 0;   // mean KL per compared row over the index sources
+  // Attention of the compared rows that see more entries than are selected, summed: all of it, what
+  // the selected entries get, and what as many best ones get. 0 if only selected ones are compared.
+  double all_mass = 0, selected_mass = 0, best_mass = 0;
   double max_latent = 0;  // largest |value| of a compressed row
+  MixingGain gain;        // largest of any product of combs from the first site on
   // Rows per expert and layer, text and image rows apart.
   std::vector<std::vector<int64_t>> load, load_image;
   std::vector<DraftRow> draft;  // counted rows of the drafter's stage
@@ -235,6 +240,7 @@ class TrainExec {
   IndexRow<Real> index_row(const Index& index, int64_t row) const;
   void choose(Index& index, model::Published<Var>& published);
   void compare_rows(Index& index);
+  void measure_selection(const Index& index, size_t compared);
   void indexer_objective();
   void report_routing(const model::LayerSpec& layer,
                       const RouterRows<Real>& args,
@@ -260,6 +266,7 @@ class TrainExec {
   ThreadPool* pool_;
   std::vector<Real> window_rope_, compressed_rope_;  // [T, R/2, 2]
   std::vector<Real> block_rope_;                     // [N, R/2, 2]
+  std::vector<Real> mixed_;                          // [T, M, M] product of the combs so far
   std::map<int64_t, Groups> groups_;                 // by ratio
   std::map<int64_t, Source> sources_;                // by KV source layer
   std::map<int64_t, Index> indexes_;                 // by index source layer

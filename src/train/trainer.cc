@@ -68,7 +68,13 @@ std::string step_line(const StepRecord& r, bool drafts) {
   if (drafts) {
     w.field("acceptance", r.acceptance);
   } else {
-    w.field("indexer", r.indexer).field("max_latent", r.max_latent);
+    w.field("indexer", r.indexer)
+        .field("selected_share", r.selected_share)
+        .field("selected_recall", r.selected_recall)
+        .field("gain", r.gain)
+        .field("gain_back", r.gain_back)
+        .field("idle_experts", r.idle_experts)
+        .field("max_latent", r.max_latent);
   }
   w.field("seconds", r.seconds).field("tokens_per_second", r.tokens_per_second).end_object();
   return w.text();
@@ -81,6 +87,7 @@ std::string evaluation_line(int64_t step, const Evaluation& e) {
       .field("heldout_loss", e.loss())
       .field("bits_per_byte", e.bits_per_byte())
       .field("heldout_targets", e.targets)
+      .field("heldout_right", e.right)
       .end_object();
   return w.text();
 }
@@ -137,7 +144,7 @@ Result<std::unique_ptr<Trainer>> Trainer::create(const RunConfig& config, bool r
   CACHALOT_TRY(RunModel model,
                resume                ? open_run_model(config.out)
                : config.from.empty() ? new_run_model(config)
-                                     : open_run_model(config.from));
+                                     : open_run_model(config.from, config.set));
   if (config.stage == Stage::kDrafter && model.config.num_nextn_predict_layers == 0) {
     return invalid("model.stage is \"drafter\", but {} has no drafter", config.from);
   }
@@ -154,6 +161,9 @@ Result<std::unique_ptr<Trainer>> Trainer::create(const RunConfig& config, bool r
 
 Status Trainer::load_data() {
   const model::ModelConfig& c = model_.config;
+  if (config_.forward.mixing == Mixing::kPlain && c.hc_mult != 1) {
+    return invalid("model.mixing is \"plain\", which needs hc_mult 1; it is {}", c.hc_mult);
+  }
   if (config_.sequence > c.max_position_embeddings) {
     return invalid("data.sequence is {}; max_position_embeddings is {}",
                    config_.sequence,
@@ -176,6 +186,17 @@ Status Trainer::load_data() {
   return {};
 }
 
+Status Trainer::check_mixing(const RunPosition& position, const char* key) const {
+  const auto name = [](Mixing mixing) { return kMixingNames[static_cast<size_t>(mixing)]; };
+  if (position.mixing != config_.forward.mixing) {
+    return invalid("{} holds weights of model.mixing \"{}\"; the run's is \"{}\"",
+                   key,
+                   name(position.mixing),
+                   name(config_.forward.mixing));
+  }
+  return {};
+}
+
 Status Trainer::start(bool resume) {
   const std::string log_path = config_.out + "/log.jsonl";
   if (resume) {
@@ -183,17 +204,20 @@ Status Trainer::start(bool resume) {
     CACHALOT_TRY(
         position_,
         load_state(state_path(config_.out, saved_step_), *parameters_, &optimizer_->states()));
+    CACHALOT_RETURN_IF_ERROR(check_mixing(position_, "run.out"));
     CACHALOT_RETURN_IF_ERROR(cut_log(log_path, position_.step));
   } else {
-    initialize(*parameters_, config_.seed);
+    position_.mixing = config_.forward.mixing;
+    initialize(*parameters_, config_.seed, config_.forward.mixing == Mixing::kFree);
     if (!config_.from.empty()) {
       const std::vector<int64_t> steps = saved_steps(config_.from);
       if (steps.empty()) {
         return error(
             Code::kNotFound, "model.from is '{}', which holds no saved state", config_.from);
       }
-      CACHALOT_RETURN_IF_ERROR(
-          load_state(state_path(config_.from, steps.back()), *parameters_, nullptr));
+      CACHALOT_TRY(const RunPosition from,
+                   load_state(state_path(config_.from, steps.back()), *parameters_, nullptr));
+      CACHALOT_RETURN_IF_ERROR(check_mixing(from, "model.from"));
     }
     CACHALOT_RETURN_IF_ERROR(make_directories(config_.out));
     CACHALOT_RETURN_IF_ERROR(
@@ -254,6 +278,7 @@ Result<StepRecord> Trainer::train_step() {
   StepRecord record{.step = position_.step + 1, .steps = config_.steps};
   std::vector<std::vector<int64_t>> load, load_image;
   double drafted = 0;  // rows
+  double all_mass = 0, selected_mass = 0, best_mass = 0;
   const auto add = [](const std::vector<std::vector<int64_t>>& from,
                       std::vector<std::vector<int64_t>>& to) {
     to.resize(from.size());
@@ -296,10 +321,19 @@ Result<StepRecord> Trainer::train_step() {
         record.balance += report.balance * share(batch);
         record.indexer += report.indexer * share(batch);
         record.max_latent = std::max(record.max_latent, report.max_latent);
+        record.gain = std::max(record.gain, report.gain.forward);
+        record.gain_back = std::max(record.gain_back, report.gain.backward);
+        all_mass += report.all_mass;
+        selected_mass += report.selected_mass;
+        best_mass += report.best_mass;
         add(report.load, load);
         add(report.load_image, load_image);
       });
   record.acceptance /= std::max(drafted, 1.0);
+  if (all_mass > 0) {
+    record.selected_share = selected_mass / all_mass;
+    record.selected_recall = selected_mass / best_mass;
+  }
   if (!std::isfinite(record.loss)) {
     return diverged("the loss is not finite");
   }
@@ -325,9 +359,12 @@ Result<StepRecord> Trainer::train_step() {
   const std::vector<model::LayerWeights>& layers = drafts() ? weights.draft.stages : weights.layers;
   for (size_t l = 0; l < load.size(); ++l) {
     const model::MoeWeights& moe = layers[l].moe;
-    balance_bias(config_.bias_speed, load[l], parameters_->of(moe.bias).value.data());
-    balance_bias(config_.bias_speed, load_image[l], parameters_->of(moe.bias_vl).value.data());
+    if (config_.stage != Stage::kIndexer) {
+      balance_bias(config_.bias_speed, load[l], parameters_->of(moe.bias).value.data());
+      balance_bias(config_.bias_speed, load_image[l], parameters_->of(moe.bias_vl).value.data());
+    }
     record.violation += max_violation(load[l]) / static_cast<double>(load.size());
+    record.idle_experts += std::count(load[l].begin(), load[l].end(), 0);
   }
   parameters_->apply(config_.forward.quant, &pool_);
   position_.step = record.step;

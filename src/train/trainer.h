@@ -26,12 +26,17 @@ struct StepRecord {
   double loss = 0;     // nats per target; of a drafter: its weighted loss
   double rate = 0;
   double gradient_norm = 0;
-  double balance = 0;     // mean balance loss of the layers; 1 is even
-  double violation = 0;   // mean over layers of max load / mean load - 1
-  double indexer = 0;     // KL in nats
-  double max_latent = 0;  // largest |value| of a compressed row
-  double acceptance = 0;  // of a drafter: mean over all positions
-  double seconds = 0;     // of this step
+  double balance = 0;    // mean balance loss of the layers; 1 is even
+  double violation = 0;  // mean over layers of max load / mean load - 1
+  double indexer = 0;    // KL in nats
+  // Of the indexer's compared rows: the share of all attention, and of what as many best entries
+  // get, that the selected entries get. 0 where nothing was left out.
+  double selected_share = 0, selected_recall = 0;
+  double gain = 0, gain_back = 0;  // of the hyper-connections, see MixingGain
+  int64_t idle_experts = 0;        // without a row in this step, over all layers
+  double max_latent = 0;           // largest |value| of a compressed row
+  double acceptance = 0;           // of a drafter: mean over all positions
+  double seconds = 0;              // of this step
   double tokens_per_second = 0;
 };
 
@@ -60,6 +65,8 @@ class Trainer {
   Status load_data();
   Status start(bool resume);
   bool drafts() const { return config_.stage == Stage::kDrafter; }
+  // Refuses weights that were trained for another mixing than the run's; `key` names them.
+  Status check_mixing(const RunPosition& position, const char* key) const;
   Result<StepRecord> train_step();
   Result<std::vector<Batch>> next_batches();
   Status diverged(const std::string& what) const;

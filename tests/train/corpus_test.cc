@@ -5,6 +5,7 @@
 #include <set>
 
 #include "base/file.h"
+#include "base/format.h"
 #include "io/safetensors.h"
 #include "tests/support/temp_directory.h"
 #include "text/byte_tokenizer.h"
@@ -71,6 +72,18 @@ TEST_F(CorpusTest, LearnsOnlyTheAnswerOfAChat) {
     }
   }
   EXPECT_EQ(learned, "4" + std::string(text::kEosToken));
+}
+
+TEST_F(CorpusTest, TokensSayWhatIsLearned) {
+  ASSERT_TRUE(add(write("marks.jsonl", "{\"tokens\": [7, 8, 9], \"learn\": [0, 0, 1]}\n")).ok());
+  const Sample sample = corpus_.sample(0, 0, 3);
+  EXPECT_EQ(std::vector<uint8_t>(sample.learn.begin(), sample.learn.end()),
+            (std::vector<uint8_t>{0, 0, 1}));
+  for (const char* marks : {"[0, 1]", "[0, 1, 2]", "1"}) {
+    const Status status =
+        add(write("bad.jsonl", fmt::format("{{\"tokens\": [7, 8, 9], \"learn\": {}}}\n", marks)));
+    EXPECT_NE(status.message().find("'learn' must hold 3"), std::string::npos) << marks;
+  }
 }
 
 TEST_F(CorpusTest, ErrorsNameTheLine) {

@@ -3,7 +3,9 @@
 
 #include <cmath>
 #include <functional>
+#include <numeric>
 
+#include "base/format.h"
 #include "tests/train/support.h"
 #include "train/vector.h"
 
@@ -29,7 +31,8 @@ class GradientTest : public testing::Test {
   // Compares the gradient of loss(report) along one random direction per weight.
   void check(const ForwardOptions& options,
              const std::function<double(const ForwardReport&)>& loss,
-             const std::function<bool(const model::WeightSpec&)>& applies) {
+             const std::function<bool(const model::WeightSpec&)>& applies,
+             double step = kStep) {
     parameters_.zero_gradients(nullptr);
     const ForwardPass<double> run(parameters_, options, batch_);
     ForwardOptions plain = options;
@@ -50,14 +53,14 @@ class GradientTest : public testing::Test {
         along += direction[i] * parameter.grad[i];
       }
       const std::vector<double> value = parameter.value;
-      const auto at = [&](double step) {
+      const auto at = [&](double distance) {
         for (size_t i = 0; i < value.size(); ++i) {
-          parameter.value[i] = value[i] + step * direction[i];
+          parameter.value[i] = value[i] + distance * direction[i];
         }
         const ForwardPass<double> moved(parameters_, plain, batch_);
         return loss(moved.report());
       };
-      const double slope = (at(kStep) - at(-kStep)) / (2 * kStep);
+      const double slope = (at(step) - at(-step)) / (2 * step);
       parameter.value = value;
       EXPECT_NEAR(along, slope, kAbsolute + kRelative * std::fabs(slope)) << parameter.spec.name;
       if (std::fabs(slope) > 1e-6) {
@@ -122,6 +125,141 @@ TEST_F(GradientTest, IndexerObjectiveOfTheIndexer) {
         },
         is_indexer);
   }
+}
+
+// A source's compressed rows and index keys get gradients from all layers that read them: layer 3's
+// from its own attention and index, those of Reuse layers, and the Reindex layer 5.
+TEST_F(GradientTest, SharedRowsCollectFromEveryReader) {
+  ForwardOptions options;
+  options.balance_coefficient = 0;
+  options.indexer.coefficient = 0;
+  check(
+      options,
+      [&](const ForwardReport& report) { return report.loss_sum; },
+      [](const model::WeightSpec& spec) {
+        return spec.name.find(".compressor.") != std::string::npos;
+      });
+  options.loss_scale = 0;
+  options.indexer.coefficient = 1;
+  check(
+      options,
+      [&](const ForwardReport& report) { return 3 * report.indexer; },
+      [](const model::WeightSpec& spec) {
+        return spec.name.ends_with("indexer.wk.weight") ||
+               spec.name.ends_with("indexer.k_norm.weight");
+      });
+  // Without the Reindex layer's part it would be another one.
+  const auto gradient = [&](int64_t muted) {
+    parameters_.zero_gradients(nullptr);
+    Parameter<double>& w =
+        parameters_.named(fmt::format("layers.{}.attn.indexer.weights_proj.weight", muted));
+    const std::vector<double> kept = w.value;
+    std::fill(w.value.begin(), w.value.end(), 0.0);
+    const ForwardPass<double> run(parameters_, options, batch_);
+    w.value = kept;
+    return parameters_.named("layers.3.attn.indexer.wk.weight").grad;
+  };
+  EXPECT_NE(gradient(5), gradient(1));
+}
+
+// The output is rotated back by the query's angle, so its gradient is rotated forward before it
+// meets the keys; a query's own gradient then is rotated back.
+TEST_F(GradientTest, OutputGradientIsRotatedBeforeTheCore) {
+  ForwardOptions options;
+  options.balance_coefficient = 0;
+  options.indexer.coefficient = 0;
+  check(
+      options,
+      [&](const ForwardReport& report) { return report.loss_sum; },
+      [](const model::WeightSpec& spec) {
+        return spec.name.ends_with("attn.wq_b.weight") || spec.name.ends_with("attn.wkv.weight");
+      });
+}
+
+// The selection of the forward is what the backward uses: an indexer that changes in between
+// changes no gradient of the backbone.
+TEST_F(GradientTest, SelectionsAreMadeOnce) {
+  ForwardOptions options;
+  options.balance_coefficient = 0;
+  options.indexer.coefficient = 0;
+  const auto gradients = [&](bool disturb) {
+    parameters_.zero_gradients(nullptr);
+    Tape<double> tape;
+    Arena scratch;
+    TrainExec<double> exec(parameters_, options, batch_, tape, scratch, nullptr);
+    model::forward(exec, parameters_.model());
+    std::vector<std::vector<double>> kept;
+    for (Parameter<double>& parameter : parameters_.all()) {
+      kept.push_back(parameter.value);
+      if (disturb && is_indexer(parameter.spec)) {
+        for (double& v : parameter.value) {
+          v = -v;
+        }
+      }
+    }
+    tape.backward();
+    std::vector<std::vector<double>> result;
+    for (size_t i = 0; i < kept.size(); ++i) {
+      parameters_.all()[i].value = kept[i];
+      result.push_back(parameters_.all()[i].grad);
+    }
+    return result;
+  };
+  EXPECT_EQ(gradients(false), gradients(true));
+}
+
+// By default a Reindex layer chooses among all visible entries: a restriction while the indexer
+// learns would hide what it has not found yet.
+TEST_F(GradientTest, CandidatesAreOffUntilAskedFor) {
+  ForwardOptions options;
+  EXPECT_FALSE(options.candidates);
+  const auto chosen = [&] {
+    const ForwardPass<double> run(parameters_, options, batch_);
+    return std::pair(run.exec().selected(3), run.exec().selected(5));
+  };
+  const auto [source, free] = chosen();
+  options.candidates = true;
+  const auto [same, restricted] = chosen();
+  EXPECT_EQ(source, same) << "the source itself is never restricted";
+  EXPECT_NE(free, restricted);
+}
+
+// Loads of text and of image rows are counted apart, each row once per expert it goes to.
+TEST_F(GradientTest, ImageRowsAreNotInTheTextLoad) {
+  batch_.is_image[3] = batch_.is_image[4] = 1;
+  ForwardOptions options;
+  options.gradients = false;
+  const ForwardPass<double> run(parameters_, options, batch_);
+  for (const auto& [loads, rows] : {std::pair(run.report().load, batch_.rows() - 2),
+                                    std::pair(run.report().load_image, int64_t{2})}) {
+    for (const std::vector<int64_t>& load : loads) {
+      EXPECT_EQ(std::accumulate(load.begin(), load.end(), int64_t{0}), 2 * rows);
+    }
+  }
+}
+
+TEST_F(GradientTest, FreeMixing) {
+  // Combs far from the identity let the streams grow or vanish, and the third derivative grow.
+  const auto m = static_cast<size_t>(odd_config().hc_mult);
+  for (Parameter<double>& parameter : parameters_.all()) {
+    if (parameter.spec.role == model::WeightRole::kHcScale) {
+      parameter.value[2] *= 0.1;
+    } else if (parameter.spec.role == model::WeightRole::kHcBase) {
+      for (size_t i = 0; i < m * m; ++i) {
+        parameter.value[2 * m + i] = 0.1 * parameter.value[2 * m + i] + (i % (m + 1) == 0 ? 1 : 0);
+      }
+    }
+  }
+  ForwardOptions options;
+  options.mixing = Mixing::kFree;
+  options.balance_coefficient = 0;
+  options.indexer.coefficient = 0;
+  check(
+      options,
+      [&](const ForwardReport& report) { return report.loss_sum; },
+      [](const model::WeightSpec& spec) { return spec.name.find("hc_") != std::string::npos; },
+      // Without bounds on the combs the third derivative is larger.
+      kStep / 4);
 }
 
 TEST_F(GradientTest, IndexerObjectiveMovesNothingElse) {

@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include <cmath>
 #include <map>
 
 #include "model/config.h"
@@ -126,6 +127,124 @@ TEST(Optimizer, HeadsAreMatricesOfTheirOwn) {
   optimizer.step(1, 0.02, 1.0, &pool);
   EXPECT_EQ(wq.value, apart);
   EXPECT_NE(wq.value, whole);
+}
+
+// What distinguishes the heads is their rows alone: exchanging two of them exchanges the result.
+TEST(Optimizer, ExchangedHeadsGiveExchangedUpdates) {
+  const auto updated = [](bool exchange) {
+    ParameterSet<float> parameters(odd_config());
+    randomize(parameters, 3);
+    Parameter<float>& wq = parameters.named("layers.0.attn.wq_b.weight");
+    const auto head = static_cast<std::ptrdiff_t>(wq.value.size() / 4);
+    const auto swap = [&](std::vector<float>& values) {
+      std::swap_ranges(values.begin(), values.begin() + head, values.begin() + 2 * head);
+    };
+    const Philox random(4);
+    for (size_t i = 0; i < wq.grad.size(); ++i) {
+      wq.grad[i] = static_cast<float>(random.normal(i));
+    }
+    if (exchange) {
+      swap(wq.value);
+      swap(wq.grad);
+    }
+    Optimizer optimizer(parameters, {});
+    optimizer.step(1, 0.02, 1.0, nullptr);
+    if (exchange) {
+      swap(wq.value);
+    }
+    return wq.value;
+  };
+  EXPECT_EQ(updated(false), updated(true));
+}
+
+// The momentum is made of the step's summed gradient in float, whose low bits BF16 would drop.
+TEST(Optimizer, MomentumKeepsTheFloatSum) {
+  ParameterSet<float> parameters(odd_config());
+  randomize(parameters, 3);
+  Parameter<float>& wo = parameters.named("layers.1.attn.wo_b.weight");
+  Parameter<float>& embed = parameters.named("embed.weight");
+  for (int batch = 0; batch < 3; ++batch) {
+    for (Parameter<float>* parameter : {&wo, &embed}) {
+      for (float& g : parameter->grad) {
+        g += batch == 0 ? 1.0f : 0x1p-20f;
+      }
+    }
+  }
+  Optimizer optimizer(parameters, {});
+  optimizer.step(1, 0.01, 1.0, nullptr);
+  for (size_t i = 0; i < parameters.all().size(); ++i) {
+    const Parameter<float>* parameter = &parameters.all()[i];
+    const float one = optimizer.states()[i].first.empty() ? 0 : optimizer.states()[i].first[0];
+    if (parameter == &wo) {
+      EXPECT_EQ(one, 1.0f + 0x1p-19f);
+    } else if (parameter == &embed) {
+      // 1 - 0.95f is off by up to 2^-25; the low bits are worth 2^-19 / 20 = 9.5e-8.
+      EXPECT_NEAR(one, 0.05f * (1.0f + 0x1p-19f), 3e-8f);
+    }
+  }
+}
+
+// Stored rows are rounded from the master at every step and never go back into it: steps far below
+// the distance of two FP8 values add up, and rounding twice is rounding once.
+TEST(Parameters, EngramRowsAreRoundedFromTheMaster) {
+  const model::ModelConfig config = *model::preset_config("t1");
+  ParameterSet<float> parameters(config);
+  randomize(parameters, 3);
+  const QuantSwitches switches{.engram = true};
+  Parameter<float>& table = parameters.named("layers.1.engram.embed.weight");
+  const std::vector<float> before = table.value;
+  parameters.apply(switches, nullptr);
+  const std::vector<float> stored = table.stored;
+  EXPECT_NE(stored, table.value);
+  parameters.apply(switches, nullptr);
+  EXPECT_EQ(table.stored, stored);
+  for (int step = 0; step < 1000; ++step) {
+    for (float& v : table.value) {
+      v += 0x1p-12f;
+    }
+    if (step % 250 == 0) {
+      parameters.apply(switches, nullptr);
+    }
+  }
+  parameters.apply(switches, nullptr);
+  double moved = 0;
+  for (size_t i = 0; i < before.size(); ++i) {
+    // A thousand roundings of 2^-24 of values below 8.
+    EXPECT_NEAR(table.value[i], before[i] + 1000 * 0x1p-12f, 1e-3);
+    moved += static_cast<double>(table.stored[i] - stored[i]) / static_cast<double>(before.size());
+  }
+  EXPECT_NEAR(moved, 1000 * 0x1p-12, 5e-3);
+}
+
+TEST(Optimizer, RatesOfItsOwnAndWhatTrains) {
+  const auto step_size = [](const OptimizerOptions& options, const char* name) {
+    ParameterSet<float> parameters(odd_config());
+    randomize(parameters, 3);
+    Parameter<float>& parameter = parameters.named(name);
+    const std::vector<float> before = parameter.value;
+    std::fill(parameter.grad.begin(), parameter.grad.end(), 1.0f);
+    Optimizer optimizer(parameters, options);
+    optimizer.step(1, 0.01, 1.0, nullptr);
+    double size = 0;
+    for (size_t i = 0; i < before.size(); ++i) {
+      size += static_cast<double>(std::fabs(parameter.value[i] - before[i]));
+    }
+    return size;
+  };
+  const char *matrix = "layers.1.attn.indexer.wk.weight", *table = "layers.1.engram.embed.weight";
+  OptimizerOptions plain;
+  plain.muon.weight_decay = 0;
+  OptimizerOptions twice = plain;
+  twice.matrix_rate = twice.table_rate = 2;
+  for (const char* name : {matrix, table}) {
+    EXPECT_NEAR(step_size(twice, name), 2 * step_size(plain, name), 1e-3 * step_size(twice, name));
+  }
+  EXPECT_EQ(step_size(twice, "norm.weight"), step_size(plain, "norm.weight"));
+  OptimizerOptions indexer = plain;
+  indexer.indexer_only = true;
+  EXPECT_EQ(step_size(indexer, matrix), step_size(plain, matrix));
+  EXPECT_EQ(step_size(indexer, table), 0);
+  EXPECT_EQ(step_size(indexer, "norm.weight"), 0);
 }
 
 TEST(Optimizer, LeavesBiasesAndDraftsAloneAndCountsOneMomentum) {

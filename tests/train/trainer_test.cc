@@ -122,6 +122,98 @@ TEST_F(TrainerTest, RefusesToMixRuns) {
   EXPECT_NE(train(run, true).message().find("state-00000004"), std::string::npos);
 }
 
+TEST_F(TrainerTest, StartsFromTheWeightsOfAnotherRun) {
+  RunConfig first = config("first");
+  ASSERT_TRUE(train(first, false).ok());
+  RunConfig second = config("second");
+  second.start = first.out;
+  second.steps = 1;
+  second.schedule = {};
+  second.bias_speed = 0;
+  ASSERT_TRUE(train(second, false).ok());
+  const auto values = [](const RunConfig& run, int64_t step) {
+    auto model = open_run_model(run.out);
+    auto parameters = ParameterSet<float>::create(model->config, model->token_class);
+    EXPECT_TRUE(load_state(state_path(run.out, step), **parameters, nullptr).ok());
+    std::vector<std::vector<float>> all;
+    for (const Parameter<float>& parameter : (*parameters)->all()) {
+      all.push_back(parameter.value);
+    }
+    return all;
+  };
+  EXPECT_EQ(values(second, 1), values(first, 8)) << "a step at rate zero";
+  second = config("third");
+  second.start = directory_.file("nowhere");
+  EXPECT_NE(train(second, false).message().find("model.start"), std::string::npos);
+}
+
+// A mixing that the architecture does not have trains and is evaluated, and nothing mistakes its
+// weights for the architecture's.
+TEST_F(TrainerTest, KeepsOtherMixingsApart) {
+  RunConfig plain = config("plain");
+  plain.forward.mixing = Mixing::kPlain;
+  EXPECT_NE(train(plain, false).message().find("hc_mult"), std::string::npos);
+  plain.set = {"hc_mult=1"};
+  plain.steps = 4;
+  ASSERT_TRUE(train(plain, false).ok());
+  const auto record = nlohmann::json::parse(curve(plain.out)[3]);
+  EXPECT_EQ(record["gain"], 1);
+  EXPECT_EQ(record["gain_back"], 1);
+  ThreadPool pool(1);
+  EXPECT_NE(export_run(plain.out, 4, directory_.file("x"), pool).message().find("model.mixing"),
+            std::string::npos);
+  plain.steps = 5;
+  plain.forward.mixing = Mixing::kManifold;
+  EXPECT_NE(train(plain, true).message().find("model.mixing"), std::string::npos);
+  RunConfig next = config("next");
+  next.set = {"hc_mult=1"};
+  next.start = plain.out;
+  EXPECT_NE(train(next, false).message().find("model.mixing"), std::string::npos);
+}
+
+TEST_F(TrainerTest, FrozenBackboneKeepsStill) {
+  RunConfig run = config("frozen");
+  run.optimizer.indexer_only = true;
+  run.steps = 4;
+  ASSERT_TRUE(train(run, false).ok());
+  auto model = open_run_model(run.out);
+  auto before = ParameterSet<float>::create(model->config, model->token_class);
+  auto after = ParameterSet<float>::create(model->config, model->token_class);
+  initialize(**before, run.seed);
+  ASSERT_TRUE(load_state(state_path(run.out, 4), **after, nullptr).ok());
+  for (size_t i = 0; i < (*before)->all().size(); ++i) {
+    const Parameter<float>& parameter = (*before)->all()[i];
+    EXPECT_EQ(parameter.value != (*after)->all()[i].value,
+              parameter.spec.name.find(".indexer.") != std::string::npos)
+        << parameter.spec.name;
+  }
+}
+
+// The bias moves once per step, by the sign of the whole step's load: the speed or nothing, however
+// many batches there were.
+TEST_F(TrainerTest, BiasMovesOncePerStep) {
+  RunConfig run = config("bias");
+  ASSERT_GT(run.batch_tokens, run.micro_tokens);
+  run.steps = 1;
+  run.bias_speed = 0.25;
+  ASSERT_TRUE(train(run, false).ok());
+  auto model = open_run_model(run.out);
+  auto parameters = ParameterSet<float>::create(model->config, model->token_class);
+  ASSERT_TRUE(load_state(state_path(run.out, 1), **parameters, nullptr).ok());
+  int moved = 0;
+  for (const Parameter<float>& parameter : (*parameters)->all()) {
+    if (parameter.spec.name.ends_with("gate.bias")) {
+      for (float b : parameter.value) {
+        EXPECT_TRUE(b == 0 || b == 0.25f || b == -0.25f) << b;
+        moved += b != 0 ? 1 : 0;
+      }
+    } else if (parameter.spec.name.ends_with("gate.bias_vl")) {
+      EXPECT_EQ(parameter.value, std::vector<float>(parameter.value.size(), 0.0f));
+    }
+  }
+  EXPECT_GT(moved, 10);
+}
+
 TEST_F(TrainerTest, StopsAtALossThatLeavesItsMean) {
   RunConfig run = config("wild");
   run.schedule.peak = run.schedule.last = 1;

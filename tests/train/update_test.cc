@@ -99,15 +99,74 @@ TEST(Muon, GoldenSteps) {
   EXPECT_NEAR(m[0], -2 + 0.95 + 0.9025, 1e-12);
 }
 
-// "Update RMS 0.18" is true to 0.2 % for a full-rank gradient.
-TEST(Muon, UpdateRms) {
+// "Update RMS 0.18" is true to 0.2 % for a full-rank gradient, also for one whose singular values
+// span three decades, which five steps with the first coefficients would turn into about 0.15.
+TEST(Muon, UpdateRmsOverThreeDecades) {
   const int64_t rows = 24, columns = 56;
-  std::vector<float> w(static_cast<size_t>(rows * columns), 0.0f), m(w);
-  const std::vector<float> g = normal_values<float>(rows * columns, 7);
-  muon_update(nullptr, MuonConstants{}, 1.0, rows, columns, g.data(), m.data(), w.data());
-  const double rms = std::sqrt(static_cast<double>(dot(w.data(), w.data(), rows * columns)) /
-                               static_cast<double>(rows * columns));
-  EXPECT_NEAR(rms, 0.18, 0.18 * 2e-3);
+  for (const double decades : {0.0, 3.0}) {
+    std::vector<float> w(static_cast<size_t>(rows * columns), 0.0f), m(w);
+    // Orthogonal factors of a random matrix, with singular values from 1 down to 10^-decades.
+    Values u = normal_values<double>(rows * rows, 6), v = normal_values<double>(rows * columns, 7);
+    hybrid_newton_schulz(nullptr, rows, rows, u.data());
+    hybrid_newton_schulz(nullptr, rows, columns, v.data());
+    std::vector<float> g(w.size(), 0.0f);
+    for (int64_t k = 0; k < rows; ++k) {
+      const double size =
+          std::pow(10.0, -decades * static_cast<double>(k) / static_cast<double>(rows - 1));
+      for (int64_t i = 0; i < rows; ++i) {
+        axpy(static_cast<float>(size * u[static_cast<size_t>(i * rows + k)]),
+             std::vector<float>(v.begin() + k * columns, v.begin() + (k + 1) * columns).data(),
+             columns,
+             g.data() + i * columns);
+      }
+    }
+    muon_update(nullptr, MuonConstants{}, 1.0, rows, columns, g.data(), m.data(), w.data());
+    const double rms = std::sqrt(static_cast<double>(dot(w.data(), w.data(), rows * columns)) /
+                                 static_cast<double>(rows * columns));
+    EXPECT_NEAR(rms, 0.18, 0.18 * 2e-3) << decades;
+  }
+}
+
+// A hundred steps in float stay with those in double: each adds the roundings of one update, 2^-24
+// of the weights, and of ten Newton-Schulz products of up to 20 terms.
+TEST(Muon, HundredStepsAgreeWithDouble) {
+  const int64_t rows = 12, columns = 20, size = rows * columns;
+  std::vector<float> w = normal_values<float>(size, 1), m(w.size(), 0.0f);
+  Values exact(w.begin(), w.end()), exact_m(w.size(), 0.0);
+  for (uint64_t step = 0; step < 100; ++step) {
+    const std::vector<float> g = normal_values<float>(size, 100 + step);
+    const Values exact_g(g.begin(), g.end());
+    muon_update(nullptr, MuonConstants{}, 0.01, rows, columns, g.data(), m.data(), w.data());
+    muon_update(nullptr,
+                MuonConstants{},
+                0.01,
+                rows,
+                columns,
+                exact_g.data(),
+                exact_m.data(),
+                exact.data());
+  }
+  double difference = 0, squares = 0;
+  for (size_t i = 0; i < exact.size(); ++i) {
+    difference += std::pow(static_cast<double>(w[i]) - exact[i], 2);
+    squares += exact[i] * exact[i];
+  }
+  EXPECT_LT(std::sqrt(difference / squares), 1e-5);
+}
+
+// From a zero start one momentum is a multiple of the other, and both updates ignore the scale, so
+// only the momenta tell a mix-up.
+TEST(Momentum, MuonAccumulatesAndSinkhornAverages) {
+  const Values g = normal_values<double>(12, 5);
+  Values w(12, 0.0), accumulated(12, 0.0), averaged(12, 0.0);
+  for (int step = 0; step < 3; ++step) {
+    muon_update(nullptr, MuonConstants{}, 0.01, 3, 4, g.data(), accumulated.data(), w.data());
+    sinkhorn_update(SinkhornConstants{}, 0.01, 3, 4, g.data(), averaged.data(), w.data());
+  }
+  for (size_t i = 0; i < g.size(); ++i) {
+    EXPECT_NEAR(accumulated[i], (1 + 0.95 + 0.9025) * g[i], 1e-12);
+    EXPECT_NEAR(averaged[i], (1 - 0.857375) * g[i], 1e-12);
+  }
 }
 
 TEST(Sinkhorn, GoldenSteps) {
@@ -225,6 +284,51 @@ TEST(Sinkhorn, VectorFormAgreesWithTheDenseAlgorithm) {
     const double rms = std::sqrt(squares[static_cast<size_t>(j)] / static_cast<double>(active));
     EXPECT_NEAR(rms, j == 5 ? 0.0 : std::sqrt(12.0 / 11.0), 2e-3) << j;
   }
+}
+
+// The mean row norm counts rows of zeros: one loud row among 99 silent ones makes a mean of 0.01,
+// so a row of 2e-5 is above a thousandth of it; of the two rows alone the mean would be 0.5.
+TEST(Sinkhorn, MeanRowNormCountsRowsOfZeros) {
+  Values g(200, 0.0), m(200, 0.0), w(200, 0.0);
+  g[0] = 1;
+  g[3] = 2e-5;
+  g[4] = 0.5e-5;
+  sinkhorn_update(SinkhornConstants{}, 0.01, 100, 2, g.data(), m.data(), w.data());
+  EXPECT_NE(w[0], 0);
+  EXPECT_NE(w[3], 0);
+  EXPECT_EQ(w[4], 0);
+  EXPECT_NE(m[4], 0) << "a quiet row keeps its momentum";
+}
+
+// Without a guard the factor of a column of zeros grows by 1 / eps with each normalization, leaves
+// the range of float and turns 0 * inf into NaN.
+TEST(Sinkhorn, ColumnOfZerosStaysFinite) {
+  std::vector<float> g = normal_values<float>(40 * 6, 2), m(g.size(), 0.0f), w(g.size(), 1.0f);
+  for (size_t i = 3; i < g.size(); i += 6) {
+    g[i] = 0;
+  }
+  sinkhorn_update(SinkhornConstants{}, 0.01, 40, 6, g.data(), m.data(), w.data());
+  for (size_t i = 0; i < w.size(); ++i) {
+    ASSERT_TRUE(std::isfinite(w[i])) << i;
+    EXPECT_EQ(w[i] == 1.0f, i % 6 == 3) << i;
+  }
+}
+
+// A first step moves by the rate down to gradients far below what BF16 or a flushed eps would keep
+// apart, and a weight without a gradient does not become 0 / 0.
+TEST(Adam, EpsilonIsNotFlushedAndMomentsAreFloat) {
+  std::vector<float> w(3, 1.0f), m(3, 0.0f), v(3, 0.0f);
+  const std::vector<float> first = {1e-16f, 1.0f, 0.0f};
+  adam_update(AdamConstants{}, 0.01, 0.0, 1, 3, first.data(), m.data(), v.data(), w.data());
+  EXPECT_NEAR(w[0], 0.99, 2e-6);
+  EXPECT_EQ(w[2], 1.0f);
+  EXPECT_NEAR(v[0], 0.05e-32, 1e-38);
+  // 1 + 2^-10 squared: eight bits of mantissa would lose it.
+  const std::vector<float> second = {1.0f + 0x1p-10f};
+  std::vector<float> x = {0}, mx = {0}, vx = {0};
+  adam_update(AdamConstants{}, 0.01, 0.0, 1, 1, second.data(), mx.data(), vx.data(), x.data());
+  // 1 - 0.95f is off by up to 2^-25.
+  EXPECT_NEAR(vx[0], 0.05 * std::pow(1 + 0x1p-10, 2), 3e-8);
 }
 
 TEST(Adam, TinyEpsilonAndDecay) {
