@@ -245,6 +245,9 @@ int32_t Scheduler::judge_drafts(Sequence& sequence, const StepLogits& logits, in
                                            event,
                                            kept < drafts.size() ? &drafts[kept] : nullptr);
     event.accepted_tokens += held ? 1 : 0;
+    if (kept < drafts.size() && event.status.ok()) {
+      sequence.instance->speculator->observe(drafts[kept], held);
+    }
     if (!held || event.done || !event.status.ok()) {
       break;
     }

@@ -18,10 +18,10 @@ constexpr double kLeastProbability = 1e-8;
 constexpr int64_t kDraftCandidates = kRankedTokens;
 constexpr double kCalibrationSeconds = 0.25;
 constexpr double kOutcomeMemory = 0.95;  // of older steps
-constexpr int64_t kTrial = 6;            // steps with drafts before they are judged
-constexpr int64_t kRetrial = 3;          // after a pause
 constexpr int64_t kFirstPause = 128;     // steps
 constexpr int64_t kLongestPause = 4096;
+constexpr double kBiasRate = 0.25;  // about 20 drafts move an even chance to a likely one
+constexpr double kMostBias = 6;
 constexpr int64_t kPlainEvery = 64;  // steps with drafts: at most 1.6 % of the gain
 
 double sigmoid(double x) {
@@ -99,24 +99,31 @@ double StepCost::seconds(double rows) const {
 
 std::vector<int64_t> verify_lengths(const StepCost& cost,
                                     double fixed_seconds,
-                                    const std::vector<std::vector<double>>& survival) {
+                                    const std::vector<std::vector<double>>& survival,
+                                    int64_t least) {
   struct Candidate {
     double survival;
     size_t request;
   };
+  std::vector<int64_t> lengths(survival.size());
+  double rows = static_cast<double>(survival.size()), tokens = rows;
   std::vector<Candidate> candidates;
   for (size_t r = 0; r < survival.size(); ++r) {
     for (size_t j = 0; j < survival[r].size(); ++j) {
       CACHALOT_CHECK(j == 0 || survival[r][j] <= survival[r][j - 1], r, j);
-      candidates.push_back({survival[r][j], r});
+      if (static_cast<int64_t>(j) < least) {
+        ++lengths[r];
+        rows += 1;
+        tokens += survival[r][j];
+      } else {
+        candidates.push_back({survival[r][j], r});
+      }
     }
   }
   // Stable, so the drafts of a request stay in order where their survival is equal.
   std::stable_sort(candidates.begin(), candidates.end(), [](const auto& a, const auto& b) {
     return a.survival > b.survival;
   });
-  std::vector<int64_t> lengths(survival.size());
-  double rows = static_cast<double>(survival.size()), tokens = rows;
   double best = tokens / (fixed_seconds + cost.seconds(rows));
   for (const Candidate& candidate : candidates) {
     rows += 1;
@@ -219,6 +226,11 @@ Status Speculator::calibrate(model::StepRunner& runner,
   return {};
 }
 
+void Speculator::observe(const Draft& draft, bool kept) {
+  bias_ = std::clamp(
+      bias_ + kBiasRate * ((kept ? 1.0 : 0.0) - draft.confidence), -kMostBias, kMostBias);
+}
+
 Result<std::vector<Proposal>> Speculator::propose(model::StepRunner& runner,
                                                   std::span<const Member> members) {
   std::vector<Proposal> proposals(members.size());
@@ -226,6 +238,8 @@ Result<std::vector<Proposal>> Speculator::propose(model::StepRunner& runner,
       members.begin(), members.end(), [](const Member& member) { return member.most > 0; });
   const auto n = static_cast<int64_t>(members.size());
   const bool fixed = options_.length > 0;
+  // A trial without a draft would say nothing of them.
+  const bool tries = policy_.tries();
   drafted_ = useful && (fixed || policy_.next(n));
   if (!drafted_) {
     return proposals;
@@ -262,17 +276,19 @@ Result<std::vector<Proposal>> Speculator::propose(model::StepRunner& runner,
         const double before = k == 0 ? 1.0 : survival[i].back();
         const double calibration =
             temperatures_.empty() ? 1.0 : temperatures_[static_cast<size_t>(k)];
-        const double confidence = sigmoid(rows.confidence.as<float>()[i] / calibration);
+        const double logit = rows.confidence.as<float>()[i] / calibration + bias_;
         // A NaN becomes 0: nothing is known of that draft.
-        survival[i].push_back(std::fmax(before * confidence, 0.0));
-        proposals[i].push_back({previous[i], std::move(from)});
+        const double confidence = std::fmax(sigmoid(logit), 0.0);
+        survival[i].push_back(before * confidence);
+        proposals[i].push_back({previous[i], std::move(from), confidence});
       }
     }
   }
   const double seconds = now_seconds() - begin;
   policy_.record_draft(n, seconds);
   if (!fixed) {
-    const std::vector<int64_t> lengths = verify_lengths(policy_.step(), seconds, survival);
+    const std::vector<int64_t> lengths =
+        verify_lengths(policy_.step(), seconds, survival, tries ? 1 : 0);
     for (size_t i = 0; i < members.size(); ++i) {
       proposals[i].resize(static_cast<size_t>(lengths[i]));
     }

@@ -25,6 +25,7 @@ namespace cachalot::engine {
 struct Draft {
   int32_t token = 0;
   Distribution from;
+  double confidence = 0;  // that it is kept if all before it are
 };
 
 struct Verdict {
@@ -63,11 +64,13 @@ class StepCost {
 // How many drafts of each request to verify. survival[r][j]: the probability that drafts 1 .. j + 1
 // of request r are all kept, not increasing in j. Drafts are admitted by descending survival while
 // each raises the expected tokens per second of a step that costs fixed_seconds beside its rows; it
-// ends with the first that does not. Looking further would pay on a step-shaped cost, but then a
-// draft's admission depends on its successors and the output is biased.
+// ends with the first that does not. The first `least` of each request are not asked. Looking
+// further would pay on a step-shaped cost, but then a draft's admission depends on its successors
+// and the output is biased.
 std::vector<int64_t> verify_lengths(const StepCost& cost,
                                     double fixed_seconds,
-                                    const std::vector<std::vector<double>>& survival);
+                                    const std::vector<std::vector<double>>& survival,
+                                    int64_t least = 0);
 
 // Whether drafting pays, from what recent steps cost and gave. If not, it is left alone for a while
 // and tried again, more and more seldom. While it does, a plain step now and then keeps the
@@ -76,6 +79,9 @@ class DraftPolicy {
  public:
   // Whether the next decode step, of `requests`, should draft. To be asked once per step.
   bool next(int64_t requests);
+
+  // Whether the next step with drafts is one of those that say what drafts are worth.
+  bool tries() const { return trial_ < kTrial; }
 
   void record_draft(int64_t requests, double seconds) { draft_.record(requests, seconds); }
   // A step over `rows` rows of decoding requests.
@@ -93,6 +99,9 @@ class DraftPolicy {
   const StepCost& draft() const { return draft_; }
 
  private:
+  static constexpr int64_t kTrial = 6;    // steps with drafts before they are judged
+  static constexpr int64_t kRetrial = 3;  // after a pause
+
   bool pays(int64_t requests) const;
 
   StepCost step_, draft_;
@@ -140,12 +149,16 @@ class Speculator {
   // even if no draft was worth a row.
   bool drafted() const { return drafted_; }
 
+  // What became of a judged draft: confidences that promise too much or too little are corrected.
+  void observe(const Draft& draft, bool kept);
+
   DraftPolicy& policy() { return policy_; }
 
  private:
   const model::ModelConfig& config_;
   SpeculationOptions options_;
   std::vector<double> temperatures_;
+  double bias_ = 0;  // of the confidence logits, from what became of drafts
   DraftPolicy policy_;
   bool drafted_ = false;
 };

@@ -430,10 +430,11 @@ TEST_F(GeneratorTest, WorthlessDraftsAreGivenUp) {
   for (int i = 0; i < 50; ++i) {
     const auto proposals = speculator.propose(*runner, {&member, 1});
     ASSERT_TRUE(proposals.ok());
-    EXPECT_TRUE((*proposals)[0].empty());
+    // A trial verifies one draft, whatever the row costs.
+    EXPECT_EQ((*proposals)[0].size(), speculator.drafted() ? 1u : 0u);
     if (speculator.drafted()) {
       ++drafts;
-      speculator.policy().record_outcome(1, 1, 1);
+      speculator.policy().record_outcome(1, 2, 1);
     }
   }
   EXPECT_GT(drafts, 0);
@@ -461,6 +462,10 @@ TEST_F(GeneratorTest, TemperaturesCalibrateTheConfidence) {
       // So long that the draft's own time is nothing beside.
       speculator.policy().record_step(1, 1e9);
       speculator.policy().record_step(2, (1 + row_cost) * 1e9);
+      // Drafts have paid, so that the confidence alone decides.
+      for (int i = 0; i < 6; ++i) {
+        speculator.policy().record_outcome(1, 2, 2);
+      }
       const auto proposals = speculator.propose(*runner, {&member, 1});
       ASSERT_TRUE(proposals.ok());
       EXPECT_EQ(!(*proposals)[0].empty(), survival > row_cost) << temperature << " " << row_cost;
@@ -469,6 +474,28 @@ TEST_F(GeneratorTest, TemperaturesCalibrateTheConfidence) {
   }
   EXPECT_GT(drafted, 0);
   EXPECT_LT(drafted, 24);
+}
+
+// A confidence that says too little is corrected by what becomes of drafts, and back.
+TEST_F(GeneratorTest, OutcomesCorrectTheConfidence) {
+  const auto runtime = open({.draft = true});
+  const auto runner = make_runner(*runtime);
+  const auto cache = make_cache(*runtime);
+  step(*runner, *cache, tokens(5));
+  Speculator speculator(runtime->config(), {.length = 1});
+  const Sampler sampler({.temperature = 0});
+  const Speculator::Member member{
+      .view = &cache->view(), .anchor = 7, .sampler = &sampler, .most = 1};
+  const auto confidence = [&] { return (*speculator.propose(*runner, {&member, 1}))[0][0]; };
+  const double before = confidence().confidence;
+  for (const bool kept : {true, false}) {
+    for (int i = 0; i < 60; ++i) {
+      speculator.observe(confidence(), kept);
+    }
+    EXPECT_NEAR(confidence().confidence, kept ? 1 : 0, 0.1);
+  }
+  EXPECT_GT(before, 0);
+  EXPECT_LT(before, 1);
 }
 
 // Drafts do not make a request fail that has just the room it needs.

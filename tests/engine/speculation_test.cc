@@ -197,6 +197,10 @@ TEST(VerifyLengths, AdmitsBySurvivalWhileItPays) {
   EXPECT_EQ(verify_lengths(cost_of({1, 2, 2, 2, 2}), 0, {{0.9, 0.9, 0.9, 0.9}}),
             std::vector<int64_t>{0});
   EXPECT_TRUE(verify_lengths(flat, 0, {}).empty());
+  // The least is not asked, and counts for what comes behind it.
+  EXPECT_EQ(verify_lengths(cost_of({1, 2, 3, 4}), 0, {{0.9, 0.8}, {}}, 1),
+            (std::vector<int64_t>{1, 0}));
+  EXPECT_EQ(verify_lengths(flat, 0, {{0, 0}, {0.5, 0.5}}, 1), (std::vector<int64_t>{1, 2}));
 }
 
 // What a chooser of lengths makes of the distribution of the first token: target (.7, .3), drafter
