@@ -52,6 +52,25 @@ TEST(CpuCompressor, MatchesRef) {
   }
 }
 
+// Groups that pad a step to a fixed shape touch no page.
+TEST(CpuCompressor, PaddingGroupsAreNotStored) {
+  for (OpContext* ctx : {&test::ref(), &test::cpu()}) {
+    CompressorInput in({{.start = 0, .rows = 9}});
+    Random random(8);
+    fill(in, random);
+    const Buffer latent = run_pool(*ctx, in);
+    const int64_t groups = in.group_entry.shape.elements();
+    ASSERT_GT(groups, 0);
+    std::fill_n(ints(in.group_entry), groups, -1);
+    Pages main(random, 1, 16, 3, quant::main_row_bytes(in.c));
+    Pages index(random, 1, 16, 3, quant::index_row_bytes(in.di));
+    const std::vector<uint8_t> main_before = main.memory(), index_before = index.memory();
+    run_store(*ctx, in, latent, main.views(), index.views());
+    EXPECT_EQ(main.memory(), main_before);
+    EXPECT_EQ(index.memory(), index_before);
+  }
+}
+
 // a request's entries do not depend on who shares its batch.
 TEST(CpuCompressor, A12_EntriesDoNotDependOnTheBatch) {
   const auto entries = [&](std::vector<SequenceSpec> specs, int64_t which) {
