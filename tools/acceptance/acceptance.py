@@ -472,8 +472,6 @@ def panels(r):
 def draw(title, points_of, curves, x0, y0):
     drawn = [(i, s, name, points_of(arm, s)) for i, (arm, name) in enumerate(curves) if arm for s in (1, 2)]
     drawn = [d for d in drawn if d[3]]
-    if not drawn:
-        return []
     # The steep start would leave no room for the differences.
     shown = [y for *_, points in drawn for x, y in points if x >= 0.1 * points[-1][0]]
     low, high = min(shown), max(shown)
@@ -492,13 +490,14 @@ def draw(title, points_of, curves, x0, y0):
                         for x, y in points if low <= y <= high)
         dash = ' stroke-dasharray="4 3"' if seed == 2 else ""
         svg.append(f'<polyline points="{path}" fill="none" stroke="{COLORS[i]}"{dash}/>')
-    for i, (arm, name) in enumerate(curves):
+    for i, name in sorted({(i, name) for i, _, name, _ in drawn}):
         svg.append(f'<text x="{right - 8}" y="{top + 16 + 15 * i}" fill="{COLORS[i]}" text-anchor="end">{name}</text>')
     return svg
 
 
 def build_plot(r):
-    items = panels(r)
+    # A panel without the arm to compare with says nothing.
+    items = [p for p in panels(r) if all(arm and any(p[1](arm, s) for s in (1, 2)) for arm, _ in p[2][:2])]
     rows = (len(items) + 1) // 2
     svg = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{2 * WIDTH}" height="{rows * HEIGHT}" '
            'font-family="sans-serif" font-size="11">', '<rect width="100%" height="100%" fill="white"/>']
