@@ -90,8 +90,7 @@ TEST(RunConfig, TheDraftersStageNeedsABackbone) {
   EXPECT_EQ(config->from, "a");
   EXPECT_EQ(config->forward.draft.anchors, 9);
   EXPECT_NE(parse("preset = \"t1\"\n").status().message().find("needs 'from'"), std::string::npos);
-  EXPECT_NE(parse("from = \"a\"\nset = [\"hc_mult=4\"]\n").status().message().find("'set'"),
-            std::string::npos);
+  EXPECT_TRUE(parse("from = \"a\"\nset = [\"hc_mult=4\"]\n").ok());
 }
 
 }  // namespace
