@@ -217,20 +217,21 @@ TEST(Parameters, EngramRowsAreRoundedFromTheMaster) {
 }
 
 TEST(Optimizer, RatesOfItsOwnAndWhatTrains) {
-  const auto step_size = [](const OptimizerOptions& options, const char* name) {
-    ParameterSet<float> parameters(odd_config());
-    randomize(parameters, 3);
-    Parameter<float>& parameter = parameters.named(name);
-    const std::vector<float> before = parameter.value;
-    std::fill(parameter.grad.begin(), parameter.grad.end(), 1.0f);
-    Optimizer optimizer(parameters, options);
-    optimizer.step(1, 0.01, 1.0, nullptr);
-    double size = 0;
-    for (size_t i = 0; i < before.size(); ++i) {
-      size += static_cast<double>(std::fabs(parameter.value[i] - before[i]));
-    }
-    return size;
-  };
+  const auto step_size =
+      [](const OptimizerOptions& options, const char* name, Stage stage = Stage::kBackbone) {
+        ParameterSet<float> parameters(odd_config());
+        randomize(parameters, 3);
+        Parameter<float>& parameter = parameters.named(name);
+        const std::vector<float> before = parameter.value;
+        std::fill(parameter.grad.begin(), parameter.grad.end(), 1.0f);
+        Optimizer optimizer(parameters, options, stage);
+        optimizer.step(1, 0.01, 1.0, nullptr);
+        double size = 0;
+        for (size_t i = 0; i < before.size(); ++i) {
+          size += static_cast<double>(std::fabs(parameter.value[i] - before[i]));
+        }
+        return size;
+      };
   const char *matrix = "layers.1.attn.indexer.wk.weight", *table = "layers.1.engram.embed.weight";
   OptimizerOptions plain;
   plain.muon.weight_decay = 0;
@@ -240,11 +241,9 @@ TEST(Optimizer, RatesOfItsOwnAndWhatTrains) {
     EXPECT_NEAR(step_size(twice, name), 2 * step_size(plain, name), 1e-3 * step_size(twice, name));
   }
   EXPECT_EQ(step_size(twice, "norm.weight"), step_size(plain, "norm.weight"));
-  OptimizerOptions indexer = plain;
-  indexer.indexer_only = true;
-  EXPECT_EQ(step_size(indexer, matrix), step_size(plain, matrix));
-  EXPECT_EQ(step_size(indexer, table), 0);
-  EXPECT_EQ(step_size(indexer, "norm.weight"), 0);
+  EXPECT_EQ(step_size(plain, matrix, Stage::kIndexer), step_size(plain, matrix));
+  EXPECT_EQ(step_size(plain, table, Stage::kIndexer), 0);
+  EXPECT_EQ(step_size(plain, "norm.weight", Stage::kIndexer), 0);
 }
 
 TEST(Optimizer, LeavesBiasesAndDraftsAloneAndCountsOneMomentum) {

@@ -122,31 +122,6 @@ TEST_F(TrainerTest, RefusesToMixRuns) {
   EXPECT_NE(train(run, true).message().find("state-00000004"), std::string::npos);
 }
 
-TEST_F(TrainerTest, StartsFromTheWeightsOfAnotherRun) {
-  RunConfig first = config("first");
-  ASSERT_TRUE(train(first, false).ok());
-  RunConfig second = config("second");
-  second.start = first.out;
-  second.steps = 1;
-  second.schedule = {};
-  second.bias_speed = 0;
-  ASSERT_TRUE(train(second, false).ok());
-  const auto values = [](const RunConfig& run, int64_t step) {
-    auto model = open_run_model(run.out);
-    auto parameters = ParameterSet<float>::create(model->config, model->token_class);
-    EXPECT_TRUE(load_state(state_path(run.out, step), **parameters, nullptr).ok());
-    std::vector<std::vector<float>> all;
-    for (const Parameter<float>& parameter : (*parameters)->all()) {
-      all.push_back(parameter.value);
-    }
-    return all;
-  };
-  EXPECT_EQ(values(second, 1), values(first, 8)) << "a step at rate zero";
-  second = config("third");
-  second.start = directory_.file("nowhere");
-  EXPECT_NE(train(second, false).message().find("model.start"), std::string::npos);
-}
-
 // A mixing that the architecture does not have trains and is evaluated, and nothing mistakes its
 // weights for the architecture's.
 TEST_F(TrainerTest, KeepsOtherMixingsApart) {
@@ -166,21 +141,29 @@ TEST_F(TrainerTest, KeepsOtherMixingsApart) {
   plain.forward.mixing = Mixing::kManifold;
   EXPECT_NE(train(plain, true).message().find("model.mixing"), std::string::npos);
   RunConfig next = config("next");
-  next.set = {"hc_mult=1"};
-  next.start = plain.out;
-  EXPECT_NE(train(next, false).message().find("model.mixing"), std::string::npos);
+  next.preset = "";
+  next.from = plain.out;
+  EXPECT_NE(train(next, false).message().find("model.from"), std::string::npos);
 }
 
+// The indexer's stage, from the weights of another run and with a changed config.
 TEST_F(TrainerTest, FrozenBackboneKeepsStill) {
+  RunConfig first = config("first");
+  first.steps = 2;
+  ASSERT_TRUE(train(first, false).ok());
   RunConfig run = config("frozen");
-  run.optimizer.indexer_only = true;
-  run.steps = 4;
+  run.preset = "";
+  run.from = first.out;
+  run.set = {"index_topk=3"};
+  run.stage = Stage::kIndexer;
+  run.steps = 3;
   ASSERT_TRUE(train(run, false).ok());
   auto model = open_run_model(run.out);
+  EXPECT_EQ(model->config.index_topk, 3);
   auto before = ParameterSet<float>::create(model->config, model->token_class);
   auto after = ParameterSet<float>::create(model->config, model->token_class);
-  initialize(**before, run.seed);
-  ASSERT_TRUE(load_state(state_path(run.out, 4), **after, nullptr).ok());
+  ASSERT_TRUE(load_state(state_path(first.out, 2), **before, nullptr).ok());
+  ASSERT_TRUE(load_state(state_path(run.out, 3), **after, nullptr).ok());
   for (size_t i = 0; i < (*before)->all().size(); ++i) {
     const Parameter<float>& parameter = (*before)->all()[i];
     EXPECT_EQ(parameter.value != (*after)->all()[i].value,
