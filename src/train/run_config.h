@@ -25,7 +25,7 @@ struct RunConfig {
   std::vector<std::string> set;         // "key=value" changes of it
   std::string tokenizer;                // tokenizer.json; empty: a byte-level one
   bool classes_from_tokenizer = false;  // Engram classes: of the tokenizer instead of the config's
-  std::string from;                     // or a run's folder: its model and its last weights
+  std::string from;                     // or a run's folder or a checkpoint: its model and weights
   Stage stage = Stage::kBackbone;
   uint64_t seed = 1;  // of initial values and of the order of the data
   // [data]

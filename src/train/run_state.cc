@@ -9,7 +9,9 @@
 #include "base/file.h"
 #include "base/format.h"
 #include "io/safetensors.h"
+#include "model/checkpoint.h"
 #include "model/checkpoint_writer.h"
+#include "quant/weight_quant.h"
 #include "text/token_classes.h"
 #include "train/draft_calibration.h"
 
@@ -181,6 +183,40 @@ Result<RunPosition> load_state(const std::string& path,
     }
   }
   return position;
+}
+
+Status load_checkpoint(const std::string& directory, ParameterSet<float>& parameters) {
+  CACHALOT_TRY(const model::Checkpoint checkpoint, model::Checkpoint::open(directory));
+  for (const model::WeightSpec& spec : checkpoint.table()) {
+    Parameter<float>& parameter = parameters.named(spec.name);
+    const int64_t rows = parameter.rows(), columns = parameter.columns();
+    float* values = parameter.value.data();
+    if (spec.kind == model::WeightKind::kPlain) {
+      const TensorView stored = checkpoint.tensor(spec.name);
+      for (int64_t i = 0; i < rows * columns; ++i) {
+        values[i] = stored.dtype == DType::kF32 ? stored.as<float>()[i]
+                                                : static_cast<float>(stored.as<bf16>()[i]);
+      }
+      continue;
+    }
+    const ops::Weight weight = checkpoint.weight(spec);
+    const auto* codes = static_cast<const uint8_t*>(weight.values.data);
+    const auto* scales = static_cast<const uint8_t*>(weight.scales.data);
+    switch (spec.kind) {
+      case model::WeightKind::kFp8Block:
+        quant::fp8_tile_dequantize(codes, scales, rows, columns, values);
+        break;
+      case model::WeightKind::kEngramTable:
+        quant::fp8_row_dequantize(codes, scales, rows, columns, values);
+        break;
+      case model::WeightKind::kFp4Row:
+        quant::fp4_row_dequantize(codes, scales, rows, columns, values);
+        break;
+      case model::WeightKind::kPlain:
+        break;
+    }
+  }
+  return {};
 }
 
 Status export_run(const std::string& folder,

@@ -60,6 +60,9 @@ Result<RunPosition> load_state(const std::string& path,
                                ParameterSet<float>& parameters,
                                std::vector<OptimizerState>* states);
 
+// The values of a checkpoint of the same config, as its storage rounded them.
+Status load_checkpoint(const std::string& directory, ParameterSet<float>& parameters);
+
 // Writes the model of a state as a checkpoint in the official layout, with the calibration of that
 // state's drafter if there is one. Errors: a state with another mixing than the architecture's.
 Status export_run(const std::string& folder,

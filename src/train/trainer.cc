@@ -211,12 +211,13 @@ Status Trainer::start(bool resume) {
     initialize(*parameters_, config_.seed, config_.forward.mixing == Mixing::kFree);
     if (!config_.from.empty()) {
       const std::vector<int64_t> steps = saved_steps(config_.from);
+      RunPosition from;  // a checkpoint's is that of a new run
       if (steps.empty()) {
-        return error(
-            Code::kNotFound, "model.from is '{}', which holds no saved state", config_.from);
+        CACHALOT_RETURN_IF_ERROR(load_checkpoint(config_.from, *parameters_).with("model.from"));
+      } else {
+        CACHALOT_TRY(from,
+                     load_state(state_path(config_.from, steps.back()), *parameters_, nullptr));
       }
-      CACHALOT_TRY(const RunPosition from,
-                   load_state(state_path(config_.from, steps.back()), *parameters_, nullptr));
       CACHALOT_RETURN_IF_ERROR(check_mixing(from, "model.from"));
     }
     CACHALOT_RETURN_IF_ERROR(make_directories(config_.out));

@@ -329,6 +329,40 @@ TEST_F(TrainerTest, TrainsTheDrafterBehindAFrozenBackbone) {
   EXPECT_FALSE(file_exists(older + "/" + kDraftCalibrationFile));
 }
 
+// A checkpoint is a start as well. Rounded values are rounded to themselves, though a scale may be
+// another.
+TEST_F(TrainerTest, StartsFromACheckpoint) {
+  RunConfig run = config("first");
+  run.steps = 4;
+  ASSERT_TRUE(train(run, false).ok());
+  ThreadPool pool(1);
+  const std::string first = directory_.file("first-model"),
+                    second = directory_.file("second-model");
+  ASSERT_TRUE(export_run(run.out, 4, first, pool).ok());
+  RunConfig next = config("second");
+  next.preset.clear();
+  next.from = first;
+  next.stage = Stage::kDrafter;
+  next.steps = 2;
+  ASSERT_TRUE(train(next, false).ok());
+  ASSERT_TRUE(export_run(next.out, 2, second, pool).ok());
+  const auto model = open_run_model(next.out);
+  const auto values = [&](const std::string& directory) {
+    auto parameters = ParameterSet<float>::create(model->config, model->token_class);
+    EXPECT_TRUE(load_checkpoint(directory, **parameters).ok());
+    return std::move(*parameters);
+  };
+  const auto before = values(first), after = values(second);
+  for (size_t i = 0; i < before->all().size(); ++i) {
+    if (before->all()[i].spec.part != model::WeightPart::kDraft) {
+      EXPECT_EQ(before->all()[i].value, after->all()[i].value) << before->all()[i].spec.name;
+    }
+  }
+  next.from = directory_.file("nowhere");
+  next.out = directory_.file("third");
+  EXPECT_FALSE(train(next, false).ok());
+}
+
 // The drafts of the engine over the exported checkpoint are those that the stage trains.
 TEST_F(TrainerTest, TheEngineDraftsAsTheStageTrains) {
   const RunConfig run = config("drafts");
