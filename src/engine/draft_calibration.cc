@@ -4,12 +4,13 @@
 
 #include "base/file.h"
 #include "base/format.h"
+#include "model/checkpoint.h"
 #include "text/json_fields.h"
 
 namespace cachalot::engine {
 
 Result<std::vector<double>> read_draft_calibration(const std::string& directory, int64_t block) {
-  const std::string path = directory + "/draft_calibration.json";
+  const std::string path = directory + "/" + model::kDraftCalibrationFile;
   std::error_code code;
   if (!std::filesystem::exists(path, code)) {
     return std::vector<double>(static_cast<size_t>(block), 1.0);

@@ -14,6 +14,10 @@
 
 namespace cachalot::model {
 
+// Beside config.json, if the drafter's confidences were calibrated: written by train, read by
+// engine.
+constexpr const char* kDraftCalibrationFile = "draft_calibration.json";
+
 // Stored values that no correct checkpoint contains, per tensor.
 struct ValueFault {
   std::string tensor;

@@ -12,6 +12,10 @@ namespace {
 // Units of a steady step's page tables and entry lists.
 constexpr int64_t kSteadyPages = 32, kSteadyEntries = 4096;
 
+int64_t round_up(int64_t n, int64_t unit) {
+  return (n + unit - 1) / unit * unit;
+}
+
 }  // namespace
 
 void* StepArrays::add_bytes(const void* values, int64_t bytes, int64_t room) {
@@ -180,8 +184,7 @@ InferExec::Bound InferExec::bind(const StepPlan& plan, StepArrays& arrays) {
   if (steady_) {
     for (int32_t member : plan.member) {
       for (const ops::SourceView& source : view(member).sources) {
-        pages_ =
-            std::max(pages_, (source.page_count + kSteadyPages - 1) / kSteadyPages * kSteadyPages);
+        pages_ = std::max(pages_, round_up(source.page_count, kSteadyPages));
       }
     }
   }
@@ -256,7 +259,7 @@ int64_t InferExec::most_entries(int64_t ratio) const {
   for (int32_t p : now_->plan->position) {
     most = std::max(most, (p + int64_t{1}) / ratio);
   }
-  return steady_ ? (most + kSteadyEntries - 1) / kSteadyEntries * kSteadyEntries : most;
+  return steady_ ? round_up(most, kSteadyEntries) : most;
 }
 
 // Observation. -----------------------------------------------------------------------------------

@@ -210,8 +210,8 @@ struct StepRunner::State {
            context.timer == nullptr && is_steady(encoder, decoder);
   }
 
-  // Calls `body`, which runs a step of `of`: op by op when its shape is new, through a graph from
-  // the third time on.
+  // Calls `body`, which runs a step of `of`: op by op when its shape is new. The second time the
+  // ops are recorded, and launched as a graph from then on.
   template <class Body>
   Status run_body(InferExec& of, bool recorded, const Body& body) {
     const auto all = [&] {

@@ -173,7 +173,8 @@ struct IndexSelectArgs {
   int64_t candidate_block = 0;
   TensorView selected;  // out [T, k] i32, ascending, -1 behind
   // An upper bound of every row's visible entries, where the caller has one: it sizes grids and
-  // scratch and does not change the result. 0: unknown.
+  // scratch. A larger bound does not change the result. 0: unknown, for which a device may have
+  // another kernel, with its own order of sums.
   int64_t entries_bound = 0;
 };
 [[nodiscard]] Status index_select(OpContext& ctx, const IndexSelectArgs& args);

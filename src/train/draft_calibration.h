@@ -32,9 +32,8 @@ double calibration_error(const std::vector<DraftSample>& samples,
 // `samples` is not empty; all have as many positions.
 DraftCalibration fit_draft_calibration(const std::vector<DraftSample>& samples);
 
-// The file beside a run's states and a checkpoint's config.json, and its content: "step",
-// "temperatures", "num_samples", "ece_before", "ece_after".
-constexpr const char* kDraftCalibrationFile = "draft_calibration.json";
+// The content of model::kDraftCalibrationFile, beside a run's states and a checkpoint's
+// config.json: "step", "temperatures", "num_samples", "ece_before", "ece_after".
 std::string draft_calibration_json(const DraftCalibration& calibration, int64_t step);
 
 }  // namespace cachalot::train

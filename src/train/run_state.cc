@@ -241,7 +241,7 @@ Status export_run(const std::string& folder,
   CACHALOT_RETURN_IF_ERROR(
       model::write_checkpoint(run.config, out, run.tokenizer_json, source, pool));
   // The calibration belongs to the state that it was fitted with.
-  const std::string calibration = folder + "/" + kDraftCalibrationFile;
+  const std::string calibration = folder + "/" + model::kDraftCalibrationFile;
   if (!file_exists(calibration)) {
     return {};
   }
@@ -250,7 +250,7 @@ Status export_run(const std::string& folder,
   if (!record.is_object() || record.value("step", int64_t{-1}) != step) {
     return {};
   }
-  return write_file(out + "/" + kDraftCalibrationFile, text);
+  return write_file(out + "/" + model::kDraftCalibrationFile, text);
 }
 
 }  // namespace cachalot::train

@@ -11,6 +11,7 @@
 #include "base/file.h"
 #include "base/format.h"
 #include "base/json.h"
+#include "model/checkpoint.h"
 #include "model/forward.h"
 #include "text/byte_tokenizer.h"
 #include "text/token_classes.h"
@@ -420,7 +421,7 @@ Status Trainer::evaluate_heldout(const Listener& listener, bool last) {
     listener.on_draft_evaluation(step, evaluation);
   }
   if (last && !evaluation.samples.empty()) {
-    return write_file(config_.out + "/" + kDraftCalibrationFile,
+    return write_file(config_.out + "/" + model::kDraftCalibrationFile,
                       draft_calibration_json(fit_draft_calibration(evaluation.samples), step));
   }
   return {};

@@ -320,13 +320,14 @@ TEST_F(TrainerTest, TrainsTheDrafterBehindAFrozenBackbone) {
   ThreadPool pool(1);
   const std::string out = directory_.file("drafted");
   ASSERT_TRUE(export_run(whole.out, 24, out, pool).ok());
-  const auto calibration = nlohmann::json::parse(*read_file(out + "/" + kDraftCalibrationFile));
+  const auto calibration =
+      nlohmann::json::parse(*read_file(out + "/" + model::kDraftCalibrationFile));
   EXPECT_EQ(calibration["temperatures"].size(), 3u);
   EXPECT_LE(calibration["ece_after"], calibration["ece_before"]);
   // That of another state stays behind.
   const std::string older = directory_.file("older");
   ASSERT_TRUE(export_run(whole.out, 16, older, pool).ok());
-  EXPECT_FALSE(file_exists(older + "/" + kDraftCalibrationFile));
+  EXPECT_FALSE(file_exists(older + "/" + model::kDraftCalibrationFile));
 }
 
 // A checkpoint is a start as well. Rounded values are rounded to themselves, though a scale may be

@@ -97,21 +97,6 @@ __device__ __forceinline__ int64_t pair_row(const ExpertProblem& p, const Expert
                                              : p.pair_of[tile.group.begin + n];
 }
 
-// Input row of token n, for the first (x) or the second (hidden) product; null past the last token.
-__device__ __forceinline__ const uint16_t* expert_input(const ExpertProblem& p,
-                                                        const ExpertTile& tile,
-                                                        int n,
-                                                        bool hidden) {
-  const int64_t row = pair_row(p, tile, n);
-  if (row < 0) {
-    return nullptr;
-  }
-  const Bf16* base = hidden        ? (tile.shared ? p.hidden_shared : p.hidden_routed) + row * p.f
-                     : tile.shared ? p.x_fp8 + row * p.d
-                                   : p.x_fp4 + row / p.k * p.d;
-  return reinterpret_cast<const uint16_t*>(base);
-}
-
 // Rows row + g of w1 (half 0) and of w3 (half 1): a lane gets gate and up of the same hidden
 // column.
 template <class W>

@@ -18,7 +18,8 @@
 // The weights of a block are known before the kernel in front has ended (routing is older), so the
 // rings fill while it drains. Inputs come from L1/L2, one group ahead of their use.
 //
-// Shared: 4 rings of 3 stages, 7.5 (FP4) or 6.8 KiB (FP8) each; six blocks per multiprocessor.
+// Shared: 4 rings of 3 stages, 7.5 (FP4) or 6.8 KiB (FP8) each; six blocks per multiprocessor,
+// four with groups of 16.
 //
 // Bound by weight bytes: 18.8 MB per routed expert with a token, 35.4 MB for the shared one. Close
 // behind come the integer operations of unpacking (17 instructions per 8 FP4 weights).
@@ -46,6 +47,21 @@ constexpr int kOutRing = std::max(OutFp4::kBytes, OutFp8::kBytes);
 // Blocks of a multiprocessor: as many as the registers of kTiles token tiles allow.
 template <int kTiles>
 constexpr int kBlocks = kTiles == 1 ? 6 : 4;
+
+// Input row of token n, for the first (x) or the second (hidden) product; null past the last token.
+__device__ __forceinline__ const uint16_t* expert_input(const ExpertProblem& p,
+                                                        const ExpertTile& tile,
+                                                        int n,
+                                                        bool hidden) {
+  const int64_t row = pair_row(p, tile, n);
+  if (row < 0) {
+    return nullptr;
+  }
+  const Bf16* base = hidden        ? (tile.shared ? p.hidden_shared : p.hidden_routed) + row * p.f
+                     : tile.shared ? p.x_fp8 + row * p.d
+                                   : p.x_fp4 + row / p.k * p.d;
+  return reinterpret_cast<const uint16_t*>(base);
+}
 
 template <class W, int kStages, int kTiles>
 __device__ __forceinline__ void multiply(WeightRing<W, kStages>& ring,

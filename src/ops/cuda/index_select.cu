@@ -19,7 +19,7 @@
 // index_split.cu.
 #include <cmath>
 
-#include "ops/cuda/index_score.cuh"
+#include "ops/cuda/index.cuh"
 #include "ops/cuda/index_split.cuh"
 #include "ops/cuda/kernels.h"
 

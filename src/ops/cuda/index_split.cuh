@@ -1,7 +1,7 @@
 // Index selection in passes over scores in scratch: what its kernels share.
 #pragma once
 
-#include "ops/cuda/index_score.cuh"
+#include "ops/cuda/index.cuh"
 
 namespace cachalot::ops::cuda {
 

@@ -14,7 +14,7 @@
 //   block  chunk sums -> shared, added in order -> y     (shared tiles only)
 //
 // More tokens (many_kernel): a block of 8 warps has 128 rows and 32, 64 or 128 tokens, whose inputs
-// it copies to shared memory chunk by chunk and multiplies with wgmma (device/gemm.cuh).
+// a kernel in front has laid out as images; it multiplies them with wgmma (device/gemm.cuh).
 //
 // Shared: few_kernel at most 13 KiB per warp (3 stages) and 640 B per chunk; many_kernel 214 KiB.
 // Bound by weight bytes at few tokens, by L2 reads and mma at many. The order of every
