@@ -549,7 +549,8 @@ asio::awaitable<void> accept_loop(HttpServer::State* state) {
     std::list<std::weak_ptr<Connection>>::iterator place;
     {
       const std::lock_guard lock(state->mutex);
-      if (state->count >= state->options.max_connections) {
+      // stop() tells those that are listed under the lock; one that comes later is let go.
+      if (state->stopping || state->count >= state->options.max_connections) {
         continue;  // closes the socket
       }
       ++state->count;
@@ -651,6 +652,9 @@ bool HttpServer::stop(milliseconds grace) {
   for (std::thread& thread : state.threads) {
     thread.join();
   }
+  // The threads may have ended before they came to it; clients would wait in the queue of the port.
+  error_code ignored;
+  state.acceptor.close(ignored);
   return clean;
 }
 

@@ -367,6 +367,23 @@ TEST_F(HttpTest, StopWithoutGraceCutsOff) {
   held = nullptr;
 }
 
+// Whatever its threads were doing, a stopped server no longer listens: a client is refused and does
+// not wait in a queue that nobody serves.
+TEST_F(HttpTest, StopClosesThePort) {
+  for (int i = 0; i < 200; ++i) {
+    start(echo);
+    server_->stop(std::chrono::milliseconds(0));
+    sockaddr_in address{};
+    address.sin_family = AF_INET;
+    address.sin_port = htons(port());
+    address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    const int fd = ::socket(AF_INET, SOCK_STREAM, 0);
+    ASSERT_GE(fd, 0);
+    EXPECT_NE(::connect(fd, reinterpret_cast<sockaddr*>(&address), sizeof(address)), 0) << i;
+    ::close(fd);
+  }
+}
+
 TEST_F(HttpTest, TakenPortsAreAnError) {
   start(echo);
   HttpOptions options;
