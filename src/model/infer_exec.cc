@@ -191,7 +191,7 @@ InferExec::Bound InferExec::bind(const StepPlan& plan, StepArrays& arrays) {
   // Draft stages read no compressed rows.
   for (size_t source = 0; !drafts && source < c.kv_source_layer_ids.size(); ++source) {
     std::vector<ops::PagedRows> main, index;
-    std::vector<const float*> open;
+    std::vector<float*> open;
     for (int32_t member : plan.member) {
       const ops::SourceView& from = view(member).sources[source];
       for (auto [paged, to] : {std::pair(&from.main, &main), std::pair(&from.index, &index)}) {
@@ -468,7 +468,7 @@ TensorView InferExec::compress_pool(const LayerSpec& layer,
   const RatioPlan& ratio = ratios_.at(layer.ratio);
   const int64_t source = model_.source_slot(layer.index);
   if (layer.ratio == 2) {
-    group_inputs_[source] = {kv, gate};
+    open_groups_.push_back({kv, gate, now_->sources[static_cast<size_t>(source)].open});
   }
   const Var latent = make(act_, {ratio.groups.groups, norm.dim(0)});
   if (!skips()) {

@@ -140,17 +140,14 @@ class InferExec {
   void observe_ffn(const LayerSpec& layer, StreamVar& stream);
 
   // What commit() needs. ------------------------------------------------------------------------
-  const ops::StepRows& step_rows(const LayerSpec& layer) const {
-    return (layer.decoder ? decoder_ : encoder_)->rows;
+  const ops::StepRows& step_rows(bool decoder) const {
+    return (decoder ? decoder_ : encoder_)->rows;
   }
   const ops::WindowView& window(int64_t layer) const {
     return windows_[static_cast<size_t>(layer)];
   }
-  // kv and gate rows of a ratio-2 source, [T, C] f32 each.
-  struct GroupInput {
-    Var kv, gate;
-  };
-  const std::map<int64_t, GroupInput>& group_inputs() const { return group_inputs_; }
+  // Of the ratio-2 sources; their rows are the encoder's.
+  std::span<const ops::OpenGroupView> open_groups() const { return open_groups_; }
 
  private:
   struct RatioPlan {
@@ -166,7 +163,7 @@ class InferExec {
   struct SourceTables {
     const ops::PagedRows* main;
     const ops::PagedRows* index;
-    const float* const* open;
+    float* const* open;
   };
   struct Bound {
     const StepPlan* plan;
@@ -232,7 +229,7 @@ class InferExec {
   std::vector<HashTables> hashes_;        // per Engram layer
   std::map<int64_t, RatioPlan> ratios_;   // of the encoder's plan
   std::vector<ops::WindowView> windows_;  // per layer, then per draft stage
-  std::map<int64_t, GroupInput> group_inputs_;
+  std::vector<ops::OpenGroupView> open_groups_;
 };
 
 }  // namespace cachalot::model

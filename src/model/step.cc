@@ -435,39 +435,34 @@ Status StepRunner::commit(std::span<const int32_t> accepted) {
   };
   const TensorView encoder_counts = counts(s.plan), decoder_counts = counts(s.decoder_plan);
   CACHALOT_RETURN_IF_ERROR(arrays.flush());
-  const auto commit_window = [&](const LayerSpec& layer) {
-    return ops::window_commit(s.context,
-                              {.rows = s.exec->step_rows(layer),
-                               .window = s.exec->window(layer.index),
-                               .accepted = layer.decoder ? decoder_counts : encoder_counts});
-  };
-  for (const LayerSpec& layer : s.model.layers) {
-    CACHALOT_RETURN_IF_ERROR(commit_window(layer));
-  }
-  if (s.plan.kind == StepKind::kTargetWithContext) {
-    for (const LayerSpec& stage : s.model.draft) {
-      CACHALOT_RETURN_IF_ERROR(commit_window(stage));
-    }
-  }
+  const auto commit_layers =
+      [&](bool decoder, const TensorView& rows, std::span<const ops::OpenGroupView> groups) {
+        std::vector<ops::WindowView> windows;
+        const auto add = [&](std::span<const LayerSpec> layers) {
+          for (const LayerSpec& layer : layers) {
+            if (layer.decoder == decoder) {
+              windows.push_back(s.exec->window(layer.index));
+            }
+          }
+        };
+        add(s.model.layers);
+        if (s.plan.kind == StepKind::kTargetWithContext) {
+          add(s.model.draft);
+        }
+        return ops::commit(s.context,
+                           {.rows = s.exec->step_rows(decoder),
+                            .windows = windows,
+                            .groups = groups,
+                            .accepted = rows});
+      };
+  CACHALOT_RETURN_IF_ERROR(commit_layers(false, encoder_counts, s.exec->open_groups()));
+  CACHALOT_RETURN_IF_ERROR(commit_layers(true, decoder_counts, {}));
   for (size_t i = 0; i < s.sequences.size(); ++i) {
     ops::SequenceView& view = *s.sequences[i].view;
     const int64_t n = accepted[i];
     CACHALOT_CHECK(n >= 0 && n <= static_cast<int64_t>(s.sequences[i].tokens.size()), n);
     if (n == 0) {
       continue;
-    }
-    const int64_t last_row = s.plan.row_begin[i] + n - 1;
-    // A group is open after an odd number of positions: its first token is the last accepted one.
-    if ((view.length + n) % 2 == 1) {
-      for (const auto& [source, input] : s.exec->group_inputs()) {
-        const int64_t c = input.kv.dim(1);
-        float* open = view.sources[static_cast<size_t>(source)].open_group;
-        for (const TensorView* rows : {&input.kv, &input.gate}) {
-          CACHALOT_RETURN_IF_ERROR(
-              s.device.copy(open, rows->as<float>() + last_row * c, c * 4, s.context.stream));
-          open += c;
-        }
-      }
     }
     if (!s.model.engram.empty()) {
       const auto back = static_cast<int64_t>(view.lookback.size());

@@ -116,8 +116,16 @@ OpCost cost(const AttendArgs& args) {
           4.0 * static_cast<double>(t * args.q.dim(1) * (window + selected))};
 }
 
-OpCost cost(const WindowCommitArgs& args) {
-  return {2 * sum_bytes({&args.window.fresh}), 0};
+OpCost cost(const CommitArgs& args) {
+  OpCost total;
+  for (const WindowView& window : args.windows) {
+    total.bytes += 2 * sum_bytes({&window.fresh});
+  }
+  // One row of each sequence.
+  for (const OpenGroupView& group : args.groups) {
+    total.bytes += 4.0 * static_cast<double>(args.rows.sequences * group.kv.dim(1) * 4);
+  }
+  return total;
 }
 
 OpCost cost(const GateArgs& args) {

@@ -29,7 +29,7 @@ OpCost cost(const CompressPoolArgs& args);
 OpCost cost(const CompressStoreArgs& args);
 OpCost cost(const IndexSelectArgs& args);
 OpCost cost(const AttendArgs& args);
-OpCost cost(const WindowCommitArgs& args);
+OpCost cost(const CommitArgs& args);
 OpCost cost(const GateArgs& args);
 OpCost cost(const ExpertsArgs& args);
 OpCost cost(const EngramHashArgs& args);

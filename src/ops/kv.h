@@ -42,7 +42,7 @@ struct StepRows {
 
 // The window rows that a layer's queries see. Positions >= start[s] are rows of this step
 // (`fresh`); older ones lie in the sequence's ring at slot position % window. A step leaves the
-// ring unchanged: window_commit() moves accepted rows into it, so a rejected draft needs no
+// ring unchanged: commit() moves accepted rows into it, so a rejected draft needs no
 // rollback.
 struct WindowView {
   int64_t window = 0;  // W: a query at p sees positions max(floor, p - W + 1) .. p

@@ -271,15 +271,23 @@ Status attend(OpContext& ctx, const AttendArgs& args) {
   return t == 0 ? Status() : dispatch(ctx, "attend", &KernelSet::attend, args);
 }
 
-Status window_commit(OpContext& ctx, const WindowCommitArgs& args) {
-  ArgCheck check("window_commit");
+Status commit(OpContext& ctx, const CommitArgs& args) {
+  ArgCheck check("commit");
   check_rows(check, args.rows);
-  check.tensor("accepted", args.accepted, {DType::kI32}, {args.rows.sequences})
-      .tensor("fresh", args.window.fresh, {DType::kU8}, {args.rows.rows, args.window.fresh.dim(1)})
-      .that(args.window.window >= 1 && args.window.rings != nullptr, "a window");
+  const int64_t t = args.rows.rows;
+  check.tensor("accepted", args.accepted, {DType::kI32}, {args.rows.sequences});
+  for (const WindowView& window : args.windows) {
+    check.tensor("fresh", window.fresh, {DType::kU8}, {t, args.windows[0].fresh.dim(1)})
+        .that(window.window >= 1 && window.rings != nullptr, "a window")
+        .that(window.window == args.windows[0].window, "windows of one size");
+  }
+  for (const OpenGroupView& group : args.groups) {
+    check.tensor("kv", group.kv, {DType::kF32}, {t, group.kv.dim(1)})
+        .tensor("gate", group.gate, {DType::kF32}, {t, group.kv.dim(1)})
+        .that(group.open != nullptr, "open groups");
+  }
   CACHALOT_RETURN_IF_ERROR(check.status());
-  return args.rows.rows == 0 ? Status()
-                             : dispatch(ctx, "window_commit", &KernelSet::window_commit, args);
+  return t == 0 ? Status() : dispatch(ctx, "commit", &KernelSet::commit, args);
 }
 
 Status gate(OpContext& ctx, const GateArgs& args) {

@@ -196,14 +196,21 @@ struct AttendArgs {
 };
 [[nodiscard]] Status attend(OpContext& ctx, const AttendArgs& args);
 
-// Moves the first accepted[s] fresh rows of every sequence into its ring.
+// Keeps what the first accepted[s] rows of every sequence leave behind: their fresh rows move into
+// the rings, and the kv and gate of the last one, if its position is even, open the next group of
+// two.
 // --------------------------
-struct WindowCommitArgs {
+struct OpenGroupView {
+  TensorView kv, gate;           // [T, C] f32
+  float* const* open = nullptr;  // [S] -> [2, C]: kv, gate
+};
+struct CommitArgs {
   StepRows rows;
-  WindowView window;
+  std::span<const WindowView> windows;  // of layers with these rows; all of one size
+  std::span<const OpenGroupView> groups;
   TensorView accepted;  // [S] i32, each in [0, rows of s]
 };
-[[nodiscard]] Status window_commit(OpContext& ctx, const WindowCommitArgs& args);
+[[nodiscard]] Status commit(OpContext& ctx, const CommitArgs& args);
 
 // Router: scores = sqrt(softplus(x Wg^T / temp)); the best k of scores + bias (bias_vl for image
 // rows; ties: the lower id), ascending; weights = score / (sum of the chosen + 1e-20) * scale. A

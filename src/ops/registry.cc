@@ -43,7 +43,7 @@ std::vector<KernelName> kernel_names(Backend backend) {
   add_names(names, "compress_store", set.compress_store);
   add_names(names, "index_select", set.index_select);
   add_names(names, "attend", set.attend);
-  add_names(names, "window_commit", set.window_commit);
+  add_names(names, "commit", set.commit);
   add_names(names, "gate", set.gate);
   add_names(names, "experts", set.experts);
   add_names(names, "engram_hash", set.engram_hash);

@@ -33,7 +33,7 @@ struct KernelSet {
   std::vector<Kernel<CompressStoreArgs>> compress_store;
   std::vector<Kernel<IndexSelectArgs>> index_select;
   std::vector<Kernel<AttendArgs>> attend;
-  std::vector<Kernel<WindowCommitArgs>> window_commit;
+  std::vector<Kernel<CommitArgs>> commit;
   std::vector<Kernel<GateArgs>> gate;
   std::vector<Kernel<ExpertsArgs>> experts;
   std::vector<Kernel<EngramHashArgs>> engram_hash;

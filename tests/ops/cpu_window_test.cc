@@ -110,25 +110,52 @@ TEST(CpuQkvFinish, WindowRowsAlone) {
   }
 }
 
-TEST(CpuWindowCommit, MatchesRef) {
+TEST(CpuCommit, MatchesRef) {
   Random random(2);
+  const int64_t c = 48;
   for (int64_t window : {4, 8, 128}) {
-    const TestStep step(
-        {{.start = 0, .rows = 3}, {.start = 7, .rows = 20}, {.start = 130, .rows = 1}});
-    Buffer accepted(DType::kI32, {3});
-    const int32_t counts[] = {2, 19, 0};
-    std::copy_n(counts, 3, ints(accepted));
+    const TestStep step({{.start = 0, .rows = 3},
+                         {.start = 7, .rows = 20},
+                         {.start = 130, .rows = 1},
+                         {.start = 6, .rows = 2}});
+    Buffer accepted(DType::kI32, {4});
+    const int32_t counts[] = {1, 19, 0, 1};
+    std::copy_n(counts, 4, ints(accepted));
+    const Buffer kv = random.normals(DType::kF32, {step.count(), c});
+    const Buffer gate = random.normals(DType::kF32, {step.count(), c});
     std::vector<std::vector<uint8_t>> results;
     for (OpContext* ctx : {&test::ref(), &test::cpu()}) {
       Random same(3);
-      TestWindow rings(same, step, window, 64);
-      EXPECT_TRUE(
-          window_commit(*ctx,
-                        {.rows = step.rows(), .window = rings.view(), .accepted = accepted.view()})
-              .ok());
-      std::vector<uint8_t> all;
-      for (const std::vector<uint8_t>& ring : rings.rings()) {
-        all.insert(all.end(), ring.begin(), ring.end());
+      TestWindow first(same, step, window, 64), second(same, step, window, 64);
+      const WindowView windows[] = {first.view(), second.view()};
+      Buffer open = same.normals(DType::kF32, {4, 2, c});
+      std::vector<float*> pointers;
+      for (int64_t s = 0; s < 4; ++s) {
+        pointers.push_back(open.view().as<float>() + s * 2 * c);
+      }
+      const OpenGroupView group{kv.view(), gate.view(), pointers.data()};
+      const Buffer before = open;
+      EXPECT_TRUE(commit(*ctx,
+                         {.rows = step.rows(),
+                          .windows = windows,
+                          .groups = {&group, 1},
+                          .accepted = accepted.view()})
+                      .ok());
+      // Positions 0 and 6 are the first of their groups; 25 ends one, and nothing moved elsewhere.
+      for (int64_t s = 0; s < 4; ++s) {
+        const int64_t row = s == 0 ? 0 : 24;
+        const bool opens = s == 0 || s == 3;
+        for (int64_t i = 0; i < c; ++i) {
+          EXPECT_EQ(open.at(s * 2 * c + i), opens ? kv.at(row * c + i) : before.at(s * 2 * c + i));
+          EXPECT_EQ(open.at(s * 2 * c + c + i),
+                    opens ? gate.at(row * c + i) : before.at(s * 2 * c + c + i));
+        }
+      }
+      std::vector<uint8_t> all = open.bytes;
+      for (TestWindow* rings : {&first, &second}) {
+        for (const std::vector<uint8_t>& ring : rings->rings()) {
+          all.insert(all.end(), ring.begin(), ring.end());
+        }
       }
       results.push_back(all);
     }

@@ -2,6 +2,7 @@
 // and the known faults of such kernels.
 #include <algorithm>
 #include <cmath>
+#include <deque>
 
 #include "tests/support/compare.h"
 #include "tests/support/device.h"
@@ -192,22 +193,55 @@ TEST_F(CudaAttention, PaddingGroupsAreNotStored) {
   EXPECT_LE(pages.want, quant::main_row_bytes(k));
 }
 
-TEST_F(CudaAttention, WindowCommit) {
+TEST_F(CudaAttention, Commit) {
+  // More windows and groups than one launch takes.
+  constexpr size_t kWindows = 70, kGroups = 33;
+  const TestStep step({{.start = 0, .rows = 3},
+                       {.start = 7, .rows = 20},
+                       {.start = 130, .rows = 1},
+                       {.start = 6, .rows = 2}});
+  Buffer accepted(DType::kI32, {4});
+  const int32_t counts[] = {1, 19, 0, 1};
+  std::copy_n(counts, 4, ints(accepted));
   for (int64_t window : {4, 8, 128}) {
-    const TestStep step(
-        {{.start = 0, .rows = 3}, {.start = 7, .rows = 20}, {.start = 130, .rows = 1}});
-    Buffer accepted(DType::kI32, {3});
-    const int32_t counts[] = {2, 19, 0};
-    std::copy_n(counts, 3, ints(accepted));
     for (int64_t k : {64, 512}) {
       const auto both = on_both([&](Side& side) {
         Random same(3);
-        TestWindow rings(same, step, window, k);
-        side.finish(window_commit(side.ctx(),
-                                  {.rows = side.rows(step),
-                                   .window = side.window(rings),
-                                   .accepted = side.in(accepted)}));
-        return rings.rings();
+        std::deque<TestWindow> rings;
+        std::vector<WindowView> windows;
+        for (size_t i = 0; i < (k == 64 ? kWindows : 2); ++i) {
+          windows.push_back(side.window(rings.emplace_back(same, step, window, k)));
+        }
+        std::deque<Buffer> open, rows;
+        std::deque<std::vector<float*>> lists;
+        std::vector<OpenGroupView> groups;
+        for (size_t i = 0; i < (k == 64 ? kGroups : 1); ++i) {
+          const TensorView to = side.out(open.emplace_back(same.normals(DType::kF32, {4, 2, k})));
+          std::vector<float*> pointers;
+          for (int64_t s = 0; s < 4; ++s) {
+            pointers.push_back(to.as<float>() + s * 2 * k);
+          }
+          lists.push_back(pointers);
+          const auto input = [&] {
+            return side.in(rows.emplace_back(same.normals(DType::kF32, {step.count(), k})));
+          };
+          groups.push_back({.kv = input(),
+                            .gate = input(),
+                            .open = side.in(lists.back().data(), lists.back().size())});
+        }
+        side.finish(commit(side.ctx(),
+                           {.rows = side.rows(step),
+                            .windows = windows,
+                            .groups = groups,
+                            .accepted = side.in(accepted)}));
+        std::vector<std::vector<uint8_t>> all;
+        for (TestWindow& ring : rings) {
+          all.insert(all.end(), ring.rings().begin(), ring.rings().end());
+        }
+        for (const Buffer& group : open) {
+          all.push_back(group.bytes);
+        }
+        return all;
       });
       EXPECT_EQ(both.got, both.want);
     }

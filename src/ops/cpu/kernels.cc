@@ -18,7 +18,7 @@ const KernelSet& cpu_kernels() {
       .compress_store = {{"simd", cpu::compress_store}},
       .index_select = {{"simd", cpu::index_select}},
       .attend = {{"simd", cpu::attend}},
-      .window_commit = {{"cpu", cpu::window_commit}},
+      .commit = {{"cpu", cpu::commit}},
       .gate = {{"simd", cpu::gate}},
       .experts = {{"simd", cpu::experts}},
       .engram_hash = {{"cpu", cpu::engram_hash}},

@@ -17,7 +17,7 @@ Status compress_pool(OpContext& ctx, const CompressPoolArgs& args);
 Status compress_store(OpContext& ctx, const CompressStoreArgs& args);
 Status index_select(OpContext& ctx, const IndexSelectArgs& args);
 Status attend(OpContext& ctx, const AttendArgs& args);
-Status window_commit(OpContext& ctx, const WindowCommitArgs& args);
+Status commit(OpContext& ctx, const CommitArgs& args);
 Status gate(OpContext& ctx, const GateArgs& args);
 Status experts(OpContext& ctx, const ExpertsArgs& args);
 Status engram_hash(OpContext& ctx, const EngramHashArgs& args);

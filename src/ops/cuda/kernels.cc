@@ -21,7 +21,7 @@ const KernelSet& cuda_kernels() {
       .index_select = {{"cuda", cuda::index_select}},
       .attend = {{"cuda_mma", cuda::attend_mma, cuda::attend_mma_supports},
                  {"cuda_simt", cuda::attend_simt}},
-      .window_commit = {{"cuda", cuda::window_commit}},
+      .commit = {{"cuda", cuda::commit}},
       .gate = {{"cuda", cuda::gate}},
       .experts = {{"cuda_mma", cuda::experts_mma, cuda::experts_mma_supports},
                   {"cuda_simt", cuda::experts_simt}},

@@ -15,7 +15,7 @@ Status hc_expand(OpContext& ctx, const HcExpandArgs& args);
 Status hc_collapse(OpContext& ctx, const HcCollapseArgs& args);
 Status rms_norm(OpContext& ctx, const RmsNormArgs& args);
 
-// BF16 streams of whole 256-column chunks; tensor cores.
+// Four BF16 streams of whole 128-column chunks, at most 8192; tensor cores.
 Status hc_site_mma(OpContext& ctx, const HcSiteArgs& args);
 bool hc_site_mma_supports(const HcSiteArgs& args);
 Status hc_site_simt(OpContext& ctx, const HcSiteArgs& args);
@@ -35,7 +35,7 @@ Status attend_mma(OpContext& ctx, const AttendArgs& args);
 bool attend_mma_supports(const AttendArgs& args);
 Status attend_simt(OpContext& ctx, const AttendArgs& args);
 
-Status window_commit(OpContext& ctx, const WindowCommitArgs& args);
+Status commit(OpContext& ctx, const CommitArgs& args);
 Status gate(OpContext& ctx, const GateArgs& args);
 
 // BF16 input, FP4 routed and FP8 shared experts of whole 256-column chunks; tensor cores.

@@ -309,16 +309,27 @@ Status attend(OpContext&, const AttendArgs& args) {
   return {};
 }
 
-Status window_commit(OpContext&, const WindowCommitArgs& args) {
-  const int64_t row_bytes = args.window.fresh.dim(1), window = args.window.window;
+Status commit(OpContext&, const CommitArgs& args) {
   for (int64_t s = 0; s < args.rows.sequences; ++s) {
     const int64_t first = args.rows.row_begin.as<int32_t>()[s];
     const int64_t start = args.rows.start.as<int32_t>()[s];
     const int64_t accepted = args.accepted.as<int32_t>()[s];
-    for (int64_t i = std::max<int64_t>(0, accepted - window); i < accepted; ++i) {
-      std::memcpy(args.window.rings[s] + (start + i) % window * row_bytes,
-                  args.window.fresh.as<uint8_t>() + (first + i) * row_bytes,
-                  static_cast<size_t>(row_bytes));
+    for (int64_t i = 0; i < accepted; ++i) {
+      for (const WindowView& window : args.windows) {
+        const int64_t row_bytes = window.fresh.dim(1);
+        std::memcpy(window.rings[s] + (start + i) % window.window * row_bytes,
+                    window.fresh.as<uint8_t>() + (first + i) * row_bytes,
+                    static_cast<size_t>(row_bytes));
+      }
+    }
+    if (accepted > 0 && (start + accepted) % 2 == 1) {
+      for (const OpenGroupView& group : args.groups) {
+        const int64_t c = group.kv.dim(1), row = first + accepted - 1;
+        for (int64_t i = 0; i < c; ++i) {
+          group.open[s][i] = group.kv.as<float>()[row * c + i];
+          group.open[s][c + i] = group.gate.as<float>()[row * c + i];
+        }
+      }
     }
   }
   return {};

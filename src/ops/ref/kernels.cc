@@ -18,7 +18,7 @@ const KernelSet& ref_kernels() {
       .compress_store = {{"loops", ref::compress_store}},
       .index_select = {{"loops", ref::index_select}},
       .attend = {{"loops", ref::attend}},
-      .window_commit = {{"loops", ref::window_commit}},
+      .commit = {{"loops", ref::commit}},
       .gate = {{"loops", ref::gate}},
       .experts = {{"loops", ref::experts}},
       .engram_hash = {{"loops", ref::engram_hash}},
