@@ -7,17 +7,17 @@
 //      scale [3], norm [D]
 // out  x_out [T, 4, D], pre_out, post_out [T, 4], comb_out [T, 4, 4], u [T, D]
 //
-// Kernel 1, one block per 256 columns of D and 8 kTiles tokens, 8 warps = 4 streams x 2 row tiles:
-//   expand 256 columns of the four streams -> x_out, shared; collapse -> u (not yet normalized)
-//   warp: rows [16 tile, +16) of fn times its stream's columns, fn as three BF16 numbers (exact)
-//   partial predictions and sums of squares -> scratch
+// Kernel 1: a block has 128 columns of the four streams and every n-th tile of 16 tokens. Its 8
+// warps keep their 64 columns of one stream's fn in registers, as three BF16 numbers each (exact):
+//   ring of 3 stages, filled by cp.async  x, y, coefficients of a tile
+//   expand in place, thread by thread     -> x_out, sum of squares; collapse -> u, not yet
+//   normalized warp: [16 tokens x 64] [64 x 24]      -> shared, added over the warps -> scratch
 // Kernel 2, blocks of 8 warps:
-//   the first ceil(T / 8) blocks: one warp per token sums the partials, then 20 Sinkhorn iterations
-//   on 16 lanes; the other T blocks normalize one row of u each. Both kinds run at the same time.
-// Shared (kernel 1): 4 streams x 8 kTiles tokens x 576 B = 18 KiB kTiles; 8 warps x 8 (kTiles = 1)
-// or 3 stages of 2 KiB of fn; 5 KiB kTiles of partial sums. Bytes: (2 M + 2) D elements per token,
-// plus 2 D for the second pass over u; fn (2 MB) once per token block. Bound by bytes from about 64
-// tokens on, by latency below.
+//   the first ceil(T / 8) blocks: a warp per token sums the partial predictions, then a thread per
+//   token runs the Sinkhorn iterations; the other T blocks normalize a row of u each.
+// Shared (kernel 1): 3 stages of 25.5 KiB, 12 KiB of partial sums. Bytes: (2 M + 2) D elements per
+// token, plus 2 D for the second pass over u, 4 KB of partial sums; fn (2 MB) once per block. Bound
+// by bytes from about 64 tokens on, by latency below.
 #include "ops/cuda/device/reduce.cuh"
 #include "ops/cuda/device/rows.cuh"
 #include "ops/cuda/device/weights.cuh"
@@ -29,12 +29,19 @@ namespace {
 
 constexpr int kStreams = 4;
 constexpr int kCoefficients = (2 + kStreams) * kStreams;  // 24 rows of fn
-constexpr int kRowTiles = 2;
-constexpr int kWarps = kStreams * kRowTiles;
+constexpr int kCoefficientTiles = kCoefficients / 8;
+constexpr int kTokens = 16;           // of a tile: the rows of an mma
+constexpr int kColumns = 128;         // of each stream in a block
+constexpr int kWarps = kStreams * 2;  // a warp has half the columns of a stream
+constexpr int kWarpColumns = kColumns / 2;
 constexpr int kThreads = kWarps * 32;
-constexpr int kRowElements =
-    kChunk + 32;  // of a token's columns in shared memory: no bank conflicts
-constexpr int kTokenPad = 20;
+constexpr int kPieces = kColumns / 8;        // of 8 columns; a thread has one of one token
+constexpr int kRowElements = kColumns + 32;  // of a token in shared memory: no bank conflicts
+constexpr int kStages = 3;
+constexpr int64_t kMostBlocks = 2 * 132;  // two per multiprocessor
+constexpr int kRowPieces = 4;             // of 8 columns of u that a thread of kernel 2 holds
+constexpr int64_t kMostColumns = kRowPieces * kThreads * 8;
+static_assert(kTokens * kPieces == kThreads);
 
 struct Site {
   const Bf16* x;
@@ -54,204 +61,327 @@ struct Site {
   float* post_out;
   float* comb_out;
   Bf16* u;
-  float* prediction;  // scratch [T, D / 256, 24]
-  float* square;      // scratch [T, D / 256]
+  float* prediction;  // scratch [T, D / 128, 24]
+  float* square;      // scratch [T, D / 128]
 };
 
-template <int kTiles>
+struct Stage {
+  Bf16 x[kStreams][kTokens][kRowElements];
+  Bf16 y[kTokens][kColumns];
+  float pre[kTokens][kStreams], post[kTokens][kStreams], comb[kTokens][kStreams * kStreams];
+};
+
 struct StreamShared {
-  static constexpr int kStages = kTiles == 1 ? 8 : 3;
-  using Ring = WeightRing<F32Weights, kStages>;
-  static constexpr int kColumnBytes = kStreams * kTiles * kTokenTile * kRowElements * 2;
-  static constexpr int kBytes = kColumnBytes + kWarps * Ring::kBytes;
+  Stage stage[kStages];
+  float part[kWarps][kTokens][kCoefficients];
 };
 
-template <int kTiles>
-__global__ void __launch_bounds__(kThreads) stream_kernel(const __grid_constant__ Site s) {
-  using Shared = StreamShared<kTiles>;
-  constexpr int kTokens = kTiles * kTokenTile;
-  __shared__ float part[kStreams][kRowTiles][kTiles][kTokenTile][kTokenPad];
-  auto* columns = reinterpret_cast<uint16_t*>(dynamic_shared());  // [stream][token][kRowElements]
+// A warp's columns of fn as B operands. The 16 columns of an mma are chosen so that a lane's pieces
+// of fn and of the streams are 8 contiguous columns for two of them.
+struct Predictor {
+  static constexpr int kParts = F32Weights::kParts;
+  uint32_t b[kWarpColumns / 32][2][kCoefficientTiles][kParts][2];
+
+  // `fn`: the warp's first column of row 0.
+  __device__ __forceinline__ Predictor(const float* fn, int64_t row_stride, const Lane& lane) {
+#pragma unroll
+    for (int p = 0; p < kWarpColumns / 32; ++p) {
+#pragma unroll
+      for (int n = 0; n < kCoefficientTiles; ++n) {
+        const float* from = fn + (n * 8 + lane.g) * row_stride + 32 * p + 8 * lane.t;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const uint4 v = *reinterpret_cast<const uint4*>(from + 4 * i);
+          uint32_t low[kParts], high[kParts];
+          F32Weights::split(low, v.x, v.y);
+          F32Weights::split(high, v.z, v.w);
+#pragma unroll
+          for (int q = 0; q < kParts; ++q) {
+            b[p][i][n][q][0] = low[q];
+            b[p][i][n][q][1] = high[q];
+          }
+        }
+      }
+    }
+  }
+
+  // Predictions of 16 tokens from the warp's columns; `rows` is its first column of token 0.
+  __device__ __forceinline__ void run(const Bf16* rows,
+                                      const Lane& lane,
+                                      float (&sum)[kCoefficientTiles][4]) const {
+#pragma unroll
+    for (int p = 0; p < kWarpColumns / 32; ++p) {
+      const Bf16* from = rows + lane.g * kRowElements + 32 * p + 8 * lane.t;
+      const uint4 low = *reinterpret_cast<const uint4*>(from);
+      const uint4 high = *reinterpret_cast<const uint4*>(from + 8 * kRowElements);
+#pragma unroll
+      for (int q = 0; q < kParts; ++q) {
+#pragma unroll
+        for (int n = 0; n < kCoefficientTiles; ++n) {
+          const auto& first = b[p][0][n][q];
+          mma_bf16(sum[n], low.x, high.x, low.y, high.y, first[0], first[1]);
+        }
+      }
+#pragma unroll
+      for (int q = 0; q < kParts; ++q) {
+#pragma unroll
+        for (int n = 0; n < kCoefficientTiles; ++n) {
+          const auto& second = b[p][1][n][q];
+          mma_bf16(sum[n], low.z, high.z, low.w, high.w, second[0], second[1]);
+        }
+      }
+    }
+  }
+};
+
+__global__ void __launch_bounds__(kThreads, 2) stream_kernel(const __grid_constant__ Site s) {
+  auto& shared = *reinterpret_cast<StreamShared*>(dynamic_shared());
   const Lane lane;
   const int warp = static_cast<int>(threadIdx.x) / 32;
-  const int stream = warp / kRowTiles, row_tile = warp % kRowTiles;
-  const int64_t chunk = blockIdx.x, chunks = gridDim.x, i0 = chunk * kChunk;
-  const int64_t token0 = static_cast<int64_t>(blockIdx.y) * kTokens;
-
-  // The warp's columns of fn, addressed from its own first one.
-  const TileRows rows =
-      tile_rows<F32Weights>(reinterpret_cast<const uint8_t*>(s.fn + stream * s.d + i0),
-                            nullptr,
-                            row_tile * kTileRows,
-                            kCoefficients,
-                            kStreams * s.d,
-                            lane);
-  typename Shared::Ring ring(dynamic_shared() + Shared::kColumnBytes + warp * Shared::Ring::kBytes,
-                             rows,
-                             kChunk / F32Weights::kStep);
+  const int64_t chunk = blockIdx.x, chunks = gridDim.x, i0 = chunk * kColumns;
+  const int stream = warp / 2, first = warp % 2 * kWarpColumns;
+  const Predictor predictor(s.fn + stream * s.d + i0 + first, kStreams * s.d, lane);
   wait_for_previous_kernels();
   allow_next_kernel();
 
-  // Warp w takes tokens w, w + 8, ..; lane l the columns 8 l .. 8 l + 7.
-  for (int n = warp; n < kTokens && token0 + n < s.tokens; n += kWarps) {
-    const int64_t token = token0 + n;
-    const int64_t i = i0 + 8 * (threadIdx.x % 32);
-    float v[kStreams][8];
-    expand_columns<Bf16, kStreams, 8>(
-        s.x + token * kStreams * s.d, s.pending.row(token, kStreams, s.d), kStreams, s.d, i, v);
-    float square = 0;
-#pragma unroll
-    for (int j = 0; j < kStreams; ++j) {
-      auto* to = reinterpret_cast<Bf16*>(columns + (j * kTokens + n) * kRowElements) +
-                 8 * (threadIdx.x % 32);
-      store_elements<8>(to, v[j]);
-      if (s.x_out != s.x) {
-        store_elements<8>(s.x_out + (token * kStreams + j) * s.d + i, v[j]);
-      }
-#pragma unroll
-      for (int e = 0; e < 8; ++e) {
-        square = fmaf(v[j][e], v[j][e], square);
-      }
-    }
-    float u[8];
-    collapse_columns<Bf16, kStreams, 8>(v, s.pre + token * kStreams, kStreams, u);
-    store_elements<8>(s.u + token * s.d + i, u);
-    square = warp_sum(square);
-    if (threadIdx.x % 32 == 0) {
-      s.square[token * chunks + chunk] = square;
-    }
-  }
-  __syncthreads();
-
-  const uint16_t* own = columns + stream * kTokens * kRowElements + 8 * lane.t;
-  float sum[kTiles][4] = {};
-#pragma unroll 1
-  for (int k = 0; k < kChunk; k += F32Weights::kStep) {
-    F32Weights::Raw raw;
-    ring.wait();
-    ring.advance();
-    ring.template read<0>(raw);
-    multiply_group<F32Weights, kTiles>(
-        raw,
-        [&](int n, int p) {
-          return *reinterpret_cast<const uint4*>(own + (n * kTokenTile + lane.g) * kRowElements +
-                                                 k + 32 * p);
-        },
-        lane,
-        sum);
-  }
-#pragma unroll
-  for (int n = 0; n < kTiles; ++n) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      part[stream][row_tile][n][2 * lane.t + i % 2][lane.g + 8 * (i / 2)] = sum[n][i];
-    }
-  }
-  __syncthreads();
-  for (int i = static_cast<int>(threadIdx.x); i < kTokens * kCoefficients; i += kThreads) {
-    const int n = i / kCoefficients, r = i % kCoefficients;
-    if (token0 + n < s.tokens) {
-      float value = 0;
+  const int n = static_cast<int>(threadIdx.x) / kPieces;
+  const int piece = static_cast<int>(threadIdx.x) % kPieces, c = piece * 8;
+  const bool pending = s.pending.y != nullptr;
+  // The thread's own piece of a tile, and a share of what the 16 threads of the token need.
+  const auto fetch = [&](int64_t tile, Stage& to) {
+    const int64_t token = tile * kTokens + n;
+    if (token < s.tokens) {
 #pragma unroll
       for (int j = 0; j < kStreams; ++j) {
-        value += part[j][r / kTileRows][n / kTokenTile][n % kTokenTile][r % kTileRows];
+        copy_async_stream(&to.x[j][n][c], s.x + (token * kStreams + j) * s.d + i0 + c);
       }
-      s.prediction[((token0 + n) * chunks + chunk) * kCoefficients + r] = value;
+      if (piece == 0) {
+        copy_async(to.pre[n], s.pre + token * kStreams, true);
+      }
+      if (pending) {
+        const PendingRow<Bf16> row = s.pending.row(token, kStreams, s.d);
+        copy_async_stream(&to.y[n][c], row.y + i0 + c);
+        if (piece == 1) {
+          copy_async(to.post[n], row.post, true);
+        } else if (piece >= 2 && piece < 2 + kStreams) {
+          copy_async(&to.comb[n][(piece - 2) * 4], row.comb + (piece - 2) * 4, true);
+        }
+      }
     }
+    copy_async_commit();
+  };
+  const int64_t stride = gridDim.y;
+#pragma unroll
+  for (int i = 0; i < kStages; ++i) {
+    fetch(blockIdx.y + i * stride, shared.stage[i]);
+  }
+  int at = 0;
+  for (int64_t token0 = blockIdx.y * int64_t{kTokens}; token0 < s.tokens;
+       token0 += stride * kTokens) {
+    Stage& stage = shared.stage[at];
+    const int64_t token = token0 + n;
+    copy_async_wait<kStages - 1>();
+    __syncwarp();
+    float square = 0;
+    if (token < s.tokens) {
+      constexpr int64_t kStreamElements = kTokens * kRowElements;
+      float v[kStreams][8], u[8];
+      const PendingRow<Bf16> row =
+          pending ? PendingRow<Bf16>{&stage.y[n][c], stage.post[n], stage.comb[n]}
+                  : PendingRow<Bf16>{};
+      // The row of y begins at this thread's piece, as that of x does.
+      expand_columns<Bf16, kStreams, 8>(&stage.x[0][n][c], row, kStreams, kStreamElements, 0, v);
+#pragma unroll
+      for (int j = 0; j < kStreams; ++j) {
+        if (pending) {
+          store_elements<8>(&stage.x[j][n][c], v[j]);
+        }
+        if (s.x_out != s.x) {
+          store_elements<8>(s.x_out + (token * kStreams + j) * s.d + i0 + c, v[j]);
+        }
+#pragma unroll
+        for (int e = 0; e < 8; ++e) {
+          square = fmaf(v[j][e], v[j][e], square);
+        }
+      }
+      collapse_columns<Bf16, kStreams, 8>(v, stage.pre[n], kStreams, u);
+      store_elements<8>(s.u + token * s.d + i0 + c, u);
+    }
+#pragma unroll
+    for (int step = 1; step < kPieces; step *= 2) {
+      square += __shfl_xor_sync(kAllLanes, square, step);
+    }
+    if (piece == 0 && token < s.tokens) {
+      s.square[token * chunks + chunk] = square;
+    }
+    __syncthreads();
+
+    float sum[kCoefficientTiles][4] = {};
+    predictor.run(&stage.x[stream][0][first], lane, sum);
+#pragma unroll
+    for (int i = 0; i < kCoefficientTiles; ++i) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        *reinterpret_cast<float2*>(&shared.part[warp][lane.g + 8 * h][i * 8 + 2 * lane.t]) =
+            make_float2(sum[i][2 * h], sum[i][2 * h + 1]);
+      }
+    }
+    __syncthreads();
+    fetch(token0 / kTokens + kStages * stride, stage);
+    for (int i = static_cast<int>(threadIdx.x); i < kTokens * kCoefficients; i += kThreads) {
+      const int64_t of = token0 + i / kCoefficients;
+      if (of < s.tokens) {
+        float value = 0;
+#pragma unroll
+        for (int w = 0; w < kWarps; ++w) {
+          value += (&shared.part[w][0][0])[i];
+        }
+        s.prediction[(of * chunks + chunk) * kCoefficients + i % kCoefficients] = value;
+      }
+    }
+    at = at + 1 == kStages ? 0 : at + 1;
   }
 }
 
-// Sums of `c` over the lanes that share a row (lanes 4 j ..) or a column (lanes k, k + 4, ..).
-__device__ __forceinline__ float row_sum(float c) {
-  c += __shfl_xor_sync(kAllLanes, c, 1);
-  return c + __shfl_xor_sync(kAllLanes, c, 2);
-}
-__device__ __forceinline__ float column_sum(float c) {
-  c += __shfl_xor_sync(kAllLanes, c, 4);
-  return c + __shfl_xor_sync(kAllLanes, c, 8);
-}
-
-// One warp; lanes 16 j + .. repeat the work of lanes 0 .. 15, which hold comb row by row.
-__device__ void predict_token(const Site& s, int64_t token) {
-  const int lane = static_cast<int>(threadIdx.x) % 32;
-  const int64_t chunks = s.d / kChunk;
-  float sum = 0, square = 0;
-  for (int64_t c = 0; c < chunks; ++c) {
-    sum += lane < kCoefficients ? s.prediction[(token * chunks + c) * kCoefficients + lane] : 0.0f;
+// One warp: m of a token (see above), coefficient l in lane l. Five groups of six lanes add the
+// chunks, four coefficients each.
+__device__ float predict_token(const Site& s, int64_t token) {
+  constexpr int kGroup = kCoefficients / 4, kGroups = 32 / kGroup;
+  const int lane = static_cast<int>(threadIdx.x) % 32, four = lane % kGroup;
+  const int64_t chunks = s.d / kColumns;
+  float4 sum = {};
+  if (lane < kGroups * kGroup) {
+#pragma unroll 8
+    for (int64_t c = lane / kGroup; c < chunks; c += kGroups) {
+      const float4 v = *reinterpret_cast<const float4*>(
+          s.prediction + (token * chunks + c) * kCoefficients + 4 * four);
+      sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
+    }
+  }
+  float square = 0;
+  for (int64_t c = lane; c < chunks; c += 32) {
     square += s.square[token * chunks + c];
   }
-  const int kind = lane < kStreams ? 0 : lane < 2 * kStreams ? 1 : 2;
-  const float value =
-      lane < kCoefficients
-          ? sum * rms_factor(square, kStreams * s.d, s.rms_eps) * s.scale[kind] + s.base[lane]
-          : 0.0f;
-  if (lane < 2 * kStreams) {
-    const float gate = 1.0f / (1.0f + expf(-value));
-    if (lane < kStreams) {
-      s.pre_out[token * kStreams + lane] = gate + s.hc_eps;
-    } else {
-      s.post_out[token * kStreams + lane - kStreams] = 2.0f * gate;
+  square = warp_sum(square);
+  float4 total = {};
+#pragma unroll
+  for (int i = 0; i < kGroups; ++i) {
+    const int from = i * kGroup + four;
+    total.x += __shfl_sync(kAllLanes, sum.x, from), total.y += __shfl_sync(kAllLanes, sum.y, from);
+    total.z += __shfl_sync(kAllLanes, sum.z, from), total.w += __shfl_sync(kAllLanes, sum.w, from);
+  }
+  const int from = lane / 4;
+  const float x = __shfl_sync(kAllLanes, total.x, from), y = __shfl_sync(kAllLanes, total.y, from);
+  const float z = __shfl_sync(kAllLanes, total.z, from), w = __shfl_sync(kAllLanes, total.w, from);
+  const float own = lane % 4 == 0 ? x : lane % 4 == 1 ? y : lane % 4 == 2 ? z : w;
+  return own * rms_factor(square, kStreams * s.d, s.rms_eps);
+}
+
+// Divides by the sums of the rows (kRows) or columns, each plus eps.
+template <bool kRows>
+__device__ __forceinline__ void balance(float (&c)[kStreams][kStreams], float eps) {
+#pragma unroll
+  for (int i = 0; i < kStreams; ++i) {
+    const auto at = [&](int k) -> float& { return kRows ? c[i][k] : c[k][i]; };
+    const float factor = __fdividef(1.0f, (at(0) + at(1)) + (at(2) + at(3)) + eps);
+#pragma unroll
+    for (int k = 0; k < kStreams; ++k) {
+      at(k) *= factor;
     }
   }
-  float c = __shfl_sync(kAllLanes, value, 2 * kStreams + lane % 16);
-  float best = fmaxf(c, __shfl_xor_sync(kAllLanes, c, 1));
-  best = fmaxf(best, __shfl_xor_sync(kAllLanes, best, 2));
-  c = expf(c - best);
-  c = c / row_sum(c) + s.hc_eps;
-  c = __fdividef(c, column_sum(c) + s.hc_eps);
-  for (int iter = 1; iter < s.iters; ++iter) {
-    c = __fdividef(c, row_sum(c) + s.hc_eps);
-    c = __fdividef(c, column_sum(c) + s.hc_eps);
+}
+
+// One thread: the coefficients of a token from its 24 predictions.
+__device__ void finish_token(const Site& s, const float* m, int64_t token) {
+  float value[kCoefficients];
+#pragma unroll
+  for (int i = 0; i < kCoefficients; ++i) {
+    const int kind = i < kStreams ? 0 : i < 2 * kStreams ? 1 : 2;
+    value[i] = m[i] * s.scale[kind] + s.base[i];
   }
-  if (lane < kStreams * kStreams) {
-    s.comb_out[token * kStreams * kStreams + lane] = c;
+  float c[kStreams][kStreams];
+#pragma unroll
+  for (int j = 0; j < kStreams; ++j) {
+    s.pre_out[token * kStreams + j] = 1.0f / (1.0f + expf(-value[j])) + s.hc_eps;
+    s.post_out[token * kStreams + j] = 2.0f / (1.0f + expf(-value[kStreams + j]));
+    float best = value[(2 + j) * kStreams];
+#pragma unroll
+    for (int k = 1; k < kStreams; ++k) {
+      best = fmaxf(best, value[(2 + j) * kStreams + k]);
+    }
+    float sum = 0;
+#pragma unroll
+    for (int k = 0; k < kStreams; ++k) {
+      c[j][k] = expf(value[(2 + j) * kStreams + k] - best);
+      sum += c[j][k];
+    }
+#pragma unroll
+    for (int k = 0; k < kStreams; ++k) {
+      c[j][k] = c[j][k] / sum + s.hc_eps;
+    }
+  }
+  balance<false>(c, s.hc_eps);
+  for (int iter = 1; iter < s.iters; ++iter) {
+    balance<true>(c, s.hc_eps);
+    balance<false>(c, s.hc_eps);
+  }
+#pragma unroll
+  for (int j = 0; j < kStreams; ++j) {
+    *reinterpret_cast<float4*>(s.comb_out + (token * kStreams + j) * kStreams) =
+        make_float4(c[j][0], c[j][1], c[j][2], c[j][3]);
   }
 }
 
 __global__ void __launch_bounds__(kThreads) finish_kernel(const __grid_constant__ Site s) {
   __shared__ float slots[kWarps];
+  __shared__ float predictions[kWarps][kCoefficients + 1];
   allow_next_kernel();
   wait_for_previous_kernels();
   const int64_t predictors = (s.tokens + kWarps - 1) / kWarps;
   if (blockIdx.x < predictors) {
-    const int64_t token = blockIdx.x * kWarps + threadIdx.x / 32;
-    if (token < s.tokens) {
-      predict_token(s, token);
+    const int64_t token0 = blockIdx.x * kWarps;
+    const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
+    if (token0 + warp < s.tokens) {
+      const float m = predict_token(s, token0 + warp);
+      if (lane < kCoefficients) {
+        predictions[warp][lane] = m;
+      }
+    }
+    __syncthreads();
+    if (threadIdx.x < kWarps && token0 + threadIdx.x < s.tokens) {
+      finish_token(s, predictions[threadIdx.x], token0 + threadIdx.x);
     }
     return;
   }
   Bf16* u = s.u + (blockIdx.x - predictors) * s.d;
+  const int64_t i0 = threadIdx.x * 8;
+  float v[kRowPieces][8];
   float square = 0;
-  for (int64_t i = threadIdx.x * 8; i < s.d; i += kThreads * 8) {
-    float v[8];
-    load_elements<8>(u + i, v);
 #pragma unroll
-    for (int e = 0; e < 8; ++e) {
-      square = fmaf(v[e], v[e], square);
+  for (int p = 0; p < kRowPieces; ++p) {
+    const int64_t i = i0 + p * (kThreads * 8);
+    if (i < s.d) {
+      load_elements<8>(u + i, v[p]);
+#pragma unroll
+      for (int e = 0; e < 8; ++e) {
+        square = fmaf(v[p][e], v[p][e], square);
+      }
     }
   }
   const float factor = rms_factor(block_sum(square, slots), s.d, s.rms_eps);
-  for (int64_t i = threadIdx.x * 8; i < s.d; i += kThreads * 8) {
-    float v[8];
-    load_elements<8>(u + i, v);
 #pragma unroll
-    for (int e = 0; e < 8; ++e) {
-      v[e] = v[e] * factor * s.norm[i + e];
+  for (int p = 0; p < kRowPieces; ++p) {
+    const int64_t i = i0 + p * (kThreads * 8);
+    if (i < s.d) {
+      float weight[8];
+      s.norm.load(i, weight);
+#pragma unroll
+      for (int e = 0; e < 8; ++e) {
+        v[p][e] = v[p][e] * factor * weight[e];
+      }
+      store_elements<8>(u + i, v[p]);
     }
-    store_elements<8>(u + i, v);
   }
-}
-
-template <int kTiles>
-Status launch_streams(const OpContext& ctx, const Site& s) {
-  constexpr int64_t kTokens = kTiles * kTokenTile;
-  return launch(ctx,
-                "hc_streams",
-                stream_kernel<kTiles>,
-                dim3(extent(s.d / kChunk), extent(ceil_div(s.tokens, kTokens))),
-                kThreads,
-                StreamShared<kTiles>::kBytes,
-                s);
 }
 
 }  // namespace
@@ -260,13 +390,16 @@ bool hc_site_mma_supports(const HcSiteArgs& args) {
   const auto aligned = [](const TensorView& view) {
     return reinterpret_cast<uintptr_t>(view.data) % 16 == 0;
   };
-  return args.x.dtype == DType::kBF16 && args.x.dim(1) == kStreams && args.x.dim(2) % kChunk == 0 &&
-         aligned(args.x) && aligned(args.x_out) && aligned(args.u) && aligned(args.fn) &&
-         aligned(args.pending.y);
+  const Pending& pending = args.pending;
+  return args.x.dtype == DType::kBF16 && args.x.dim(1) == kStreams &&
+         args.x.dim(2) % kColumns == 0 && args.x.dim(2) <= kMostColumns && aligned(args.x) &&
+         aligned(args.x_out) && aligned(args.u) && aligned(args.fn) && aligned(args.norm) &&
+         aligned(args.pre) && aligned(args.comb_out) && aligned(pending.y) &&
+         aligned(pending.post) && aligned(pending.comb);
 }
 
 Status hc_site_mma(OpContext& ctx, const HcSiteArgs& args) {
-  const int64_t t = args.x.dim(0), d = args.x.dim(2), chunks = d / kChunk;
+  const int64_t t = args.x.dim(0), d = args.x.dim(2), chunks = d / kColumns;
   Scratch scratch(ctx);
   const Site s{.x = static_cast<const Bf16*>(args.x.data),
                .pending = pending_rows<Bf16>(args.pending),
@@ -288,7 +421,15 @@ Status hc_site_mma(OpContext& ctx, const HcSiteArgs& args) {
                .prediction = scratch.array<float>(t * chunks * kCoefficients),
                .square = scratch.array<float>(t * chunks)};
   CACHALOT_RETURN_IF_ERROR(scratch.status("hc_site"));
-  CACHALOT_RETURN_IF_ERROR(t <= kTokenTile ? launch_streams<1>(ctx, s) : launch_streams<4>(ctx, s));
+  CACHALOT_RETURN_IF_ERROR(
+      launch(ctx,
+             "hc_streams",
+             stream_kernel,
+             dim3(extent(chunks),
+                  extent(std::clamp(kMostBlocks / chunks, int64_t{1}, ceil_div(t, kTokens)))),
+             kThreads,
+             sizeof(StreamShared),
+             s));
   return launch(ctx, "hc_finish", finish_kernel, extent(ceil_div(t, kWarps) + t), kThreads, 0, s);
 }
 

@@ -94,6 +94,14 @@ struct Param {
     return is_bf16 ? to_float(static_cast<const Bf16*>(data)[i])
                    : static_cast<const float*>(data)[i];
   }
+  // Elements i .. i + 7; i is a multiple of 8, and data 16-byte aligned.
+  __device__ __forceinline__ void load(int64_t i, float (&v)[8]) const {
+    if (is_bf16) {
+      load_elements<8>(static_cast<const Bf16*>(data) + i, v);
+    } else {
+      load_elements<8>(static_cast<const float*>(data) + i, v);
+    }
+  }
 };
 
 }  // namespace cachalot::ops::cuda
