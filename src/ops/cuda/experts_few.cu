@@ -19,7 +19,7 @@
 // rings fill while it drains. Inputs come from L1/L2, one group ahead of their use.
 //
 // Shared: 4 rings of 3 stages, 7.5 (FP4) or 6.8 KiB (FP8) each; six blocks per multiprocessor,
-// four with groups of 16.
+// four with groups of 16. Of 5 stages, with four blocks, where all blocks run at once (one token).
 //
 // Bound by weight bytes: 18.8 MB per routed expert with a token, 35.4 MB for the shared one. Close
 // behind come the integer operations of unpacking (17 instructions per 8 FP4 weights).
@@ -37,16 +37,20 @@ static_assert(kHiddenBlock == 32, "one quantization block");
 
 using Fp8Pair = Fp8Weights<false, 2>;
 using Fp8Rows = Fp8Weights<true>;
-using HiddenFp4 = WeightRing<Fp4Weights, 3>;
-using HiddenFp8 = WeightRing<Fp8Pair, 3>;
-using OutFp4 = WeightRing<Fp4Weights, 3>;
-using OutFp8 = WeightRing<Fp8Rows, 3>;
-constexpr int kHiddenRing = std::max(HiddenFp4::kBytes, HiddenFp8::kBytes);
-constexpr int kOutRing = std::max(OutFp4::kBytes, OutFp8::kBytes);
+// Bytes of a warp's ring.
+template <int kStages>
+constexpr int kHiddenRing =
+    std::max(WeightRing<Fp4Weights, kStages>::kBytes, WeightRing<Fp8Pair, kStages>::kBytes);
+template <int kStages>
+constexpr int kOutRing =
+    std::max(WeightRing<Fp4Weights, kStages>::kBytes, WeightRing<Fp8Rows, kStages>::kBytes);
 
-// Blocks of a multiprocessor: as many as the registers of kTiles token tiles allow.
-template <int kTiles>
-constexpr int kBlocks = kTiles == 1 ? 6 : 4;
+// Stages of a ring: more where all blocks run at once, so that none is left for more blocks.
+constexpr int kStages = 3, kDeepStages = 5;
+// Blocks of a multiprocessor: as many as registers and rings allow.
+template <int kTiles, int kRingStages>
+constexpr int kBlocks = kTiles == 1 && kRingStages == kStages ? 6 : 4;
+constexpr int64_t kDeepBlocks = 4 * 132;
 
 // Input row of token n, for the first (x) or the second (hidden) product; null past the last token.
 __device__ __forceinline__ const uint16_t* expert_input(const ExpertProblem& p,
@@ -63,8 +67,8 @@ __device__ __forceinline__ const uint16_t* expert_input(const ExpertProblem& p,
   return reinterpret_cast<const uint16_t*>(base);
 }
 
-template <class W, int kStages, int kTiles>
-__device__ __forceinline__ void multiply(WeightRing<W, kStages>& ring,
+template <class W, int kRingStages, int kTiles>
+__device__ __forceinline__ void multiply(WeightRing<W, kRingStages>& ring,
                                          const ExpertProblem& p,
                                          const ExpertTile& tile,
                                          bool hidden,
@@ -81,8 +85,8 @@ __device__ __forceinline__ void multiply(WeightRing<W, kStages>& ring,
       ring, row, chunks, lane, [&](int, const float (&part)[kTiles][4]) { add_part(total, part); });
 }
 
-template <int kTiles>
-__global__ void __launch_bounds__(kThreads, kBlocks<kTiles>)
+template <int kTiles, int kRingStages>
+__global__ void __launch_bounds__(kThreads, kBlocks<kTiles, kRingStages>)
     hidden_kernel(const __grid_constant__ ExpertProblem p) {
   __shared__ float hidden[kTiles * kTokenTile][kHiddenBlock + 1];
   const Lane lane;
@@ -93,17 +97,17 @@ __global__ void __launch_bounds__(kThreads, kBlocks<kTiles>)
   }
   const int chunks = static_cast<int>(p.d / kChunk);
   const int64_t row = tile.row + warp * kColumns;
-  uint8_t* memory = dynamic_shared() + warp * kHiddenRing;
+  uint8_t* memory = dynamic_shared() + warp * kHiddenRing<kRingStages>;
   float total[kTiles][4] = {};
   if (tile.shared) {
     const TileRows rows = gate_up_rows<Fp8Pair>(tile.expert, row, p.d, lane);
-    HiddenFp8 ring(memory, rows, chunks * (kChunk / Fp8Pair::kStep));
+    WeightRing<Fp8Pair, kRingStages> ring(memory, rows, chunks * (kChunk / Fp8Pair::kStep));
     wait_for_previous_kernels();
     allow_next_kernel();
     multiply(ring, p, tile, false, chunks, lane, total);
   } else {
     const TileRows rows = gate_up_rows<Fp4Weights>(tile.expert, row, p.d, lane);
-    HiddenFp4 ring(memory, rows, chunks);
+    WeightRing<Fp4Weights, kRingStages> ring(memory, rows, chunks);
     wait_for_previous_kernels();
     allow_next_kernel();
     multiply(ring, p, tile, false, chunks, lane, total);
@@ -125,8 +129,8 @@ __global__ void __launch_bounds__(kThreads, kBlocks<kTiles>)
   }
 }
 
-template <int kTiles>
-__global__ void __launch_bounds__(kThreads, kBlocks<kTiles>)
+template <int kTiles, int kRingStages>
+__global__ void __launch_bounds__(kThreads, kBlocks<kTiles, kRingStages>)
     out_kernel(const __grid_constant__ ExpertProblem p) {
   const Lane lane;
   const int warp = static_cast<int>(threadIdx.x) / 32;
@@ -136,19 +140,19 @@ __global__ void __launch_bounds__(kThreads, kBlocks<kTiles>)
   }
   const int chunks = static_cast<int>(p.f / kChunk);
   const int64_t row = tile.row + warp * kTileRows;
-  uint8_t* memory = dynamic_shared() + warp * kOutRing;
+  uint8_t* memory = dynamic_shared() + warp * kOutRing<kRingStages>;
   float total[kTiles][4] = {};
   if (tile.shared) {
     const TileRows rows =
         tile_rows<Fp8Rows>(tile.expert.w2, tile.expert.w2_scales, row, p.d, p.f, lane);
-    OutFp8 ring(memory, rows, chunks * (kChunk / Fp8Rows::kStep));
+    WeightRing<Fp8Rows, kRingStages> ring(memory, rows, chunks * (kChunk / Fp8Rows::kStep));
     wait_for_previous_kernels();
     allow_next_kernel();
     multiply(ring, p, tile, true, chunks, lane, total);
   } else {
     const TileRows rows =
         tile_rows<Fp4Weights>(tile.expert.w2, tile.expert.w2_scales, row, p.d, p.f, lane);
-    OutFp4 ring(memory, rows, chunks);
+    WeightRing<Fp4Weights, kRingStages> ring(memory, rows, chunks);
     wait_for_previous_kernels();
     allow_next_kernel();
     multiply(ring, p, tile, true, chunks, lane, total);
@@ -167,28 +171,32 @@ __global__ void __launch_bounds__(kThreads, kBlocks<kTiles>)
   }
 }
 
-template <int kTiles>
+template <int kTiles, int kRingStages>
 Status run(const OpContext& ctx, const ExpertProblem& p, int64_t groups) {
   CACHALOT_RETURN_IF_ERROR(launch(ctx,
                                   "experts_hidden",
-                                  hidden_kernel<kTiles>,
+                                  hidden_kernel<kTiles, kRingStages>,
                                   extent(groups * (p.f / kHiddenBlock)),
                                   kThreads,
-                                  kWarps * kHiddenRing,
+                                  kWarps * kHiddenRing<kRingStages>,
                                   p));
   return launch(ctx,
                 "experts_out",
-                out_kernel<kTiles>,
+                out_kernel<kTiles, kRingStages>,
                 extent(groups * (p.d / kOutBlock)),
                 kThreads,
-                kWarps * kOutRing,
+                kWarps * kOutRing<kRingStages>,
                 p);
 }
 
 }  // namespace
 
 Status experts_few(const OpContext& ctx, const ExpertProblem& p, int64_t groups) {
-  return p.group_tokens <= kTokenTile ? run<1>(ctx, p, groups) : run<2>(ctx, p, groups);
+  if (p.group_tokens > kTokenTile) {
+    return run<2, kStages>(ctx, p, groups);
+  }
+  return groups * (p.f / kHiddenBlock) <= kDeepBlocks ? run<1, kDeepStages>(ctx, p, groups)
+                                                      : run<1, kStages>(ctx, p, groups);
 }
 
 }  // namespace cachalot::ops::cuda

@@ -153,14 +153,14 @@ __global__ void __launch_bounds__(kThreads, 2) stream_kernel(const __grid_consta
     if (token < s.tokens) {
 #pragma unroll
       for (int j = 0; j < kStreams; ++j) {
-        copy_async_stream(&to.x[j][n][c], s.x + (token * kStreams + j) * s.d + i0 + c);
+        copy_async(&to.x[j][n][c], s.x + (token * kStreams + j) * s.d + i0 + c, true);
       }
       if (piece == 0) {
         copy_async(to.pre[n], s.pre + token * kStreams, true);
       }
       if (pending) {
         const PendingRow<Bf16> row = s.pending.row(token, kStreams, s.d);
-        copy_async_stream(&to.y[n][c], row.y + i0 + c);
+        copy_async(&to.y[n][c], row.y + i0 + c, true);
         if (piece == 1) {
           copy_async(to.post[n], row.post, true);
         } else if (piece >= 2 && piece < 2 + kStreams) {
@@ -243,9 +243,10 @@ __global__ void __launch_bounds__(kThreads, 2) stream_kernel(const __grid_consta
   }
 }
 
-// One warp: m of a token (see above), coefficient l in lane l. Five groups of six lanes add the
-// chunks, four coefficients each.
-__device__ float predict_token(const Site& s, int64_t token) {
+// One warp: pre and post of a token; its 16 values of comb before the first division by column sums
+// go to `comb`. Coefficient l is lane l's; five groups of six lanes add the chunks, four
+// coefficients each.
+__device__ void predict_token(const Site& s, int64_t token, float* comb) {
   constexpr int kGroup = kCoefficients / 4, kGroups = 32 / kGroup;
   const int lane = static_cast<int>(threadIdx.x) % 32, four = lane % kGroup;
   const int64_t chunks = s.d / kColumns;
@@ -274,7 +275,28 @@ __device__ float predict_token(const Site& s, int64_t token) {
   const float x = __shfl_sync(kAllLanes, total.x, from), y = __shfl_sync(kAllLanes, total.y, from);
   const float z = __shfl_sync(kAllLanes, total.z, from), w = __shfl_sync(kAllLanes, total.w, from);
   const float own = lane % 4 == 0 ? x : lane % 4 == 1 ? y : lane % 4 == 2 ? z : w;
-  return own * rms_factor(square, kStreams * s.d, s.rms_eps);
+  const int kind = lane < kStreams ? 0 : lane < 2 * kStreams ? 1 : 2;
+  const float value =
+      lane < kCoefficients
+          ? own * rms_factor(square, kStreams * s.d, s.rms_eps) * s.scale[kind] + s.base[lane]
+          : 0.0f;
+  if (lane < 2 * kStreams) {
+    const float gate = 1.0f / (1.0f + expf(-value));
+    if (lane < kStreams) {
+      s.pre_out[token * kStreams + lane] = gate + s.hc_eps;
+    } else {
+      s.post_out[token * kStreams + lane - kStreams] = 2.0f * gate;
+    }
+  }
+  // The four lanes of a row of comb.
+  float best = fmaxf(value, __shfl_xor_sync(kAllLanes, value, 1));
+  best = fmaxf(best, __shfl_xor_sync(kAllLanes, best, 2));
+  const float e = expf(value - best);
+  float row = e + __shfl_xor_sync(kAllLanes, e, 1);
+  row += __shfl_xor_sync(kAllLanes, row, 2);
+  if (lane >= 2 * kStreams && lane < kCoefficients) {
+    comb[lane - 2 * kStreams] = e / row + s.hc_eps;
+  }
 }
 
 // Divides by the sums of the rows (kRows) or columns, each plus eps.
@@ -291,36 +313,18 @@ __device__ __forceinline__ void balance(float (&c)[kStreams][kStreams], float ep
   }
 }
 
-// One thread: the coefficients of a token from its 24 predictions.
-__device__ void finish_token(const Site& s, const float* m, int64_t token) {
-  float value[kCoefficients];
-#pragma unroll
-  for (int i = 0; i < kCoefficients; ++i) {
-    const int kind = i < kStreams ? 0 : i < 2 * kStreams ? 1 : 2;
-    value[i] = m[i] * s.scale[kind] + s.base[i];
-  }
+// One thread: the Sinkhorn iterations of a token.
+__device__ void balance_token(const Site& s, const float* comb, int64_t token) {
   float c[kStreams][kStreams];
 #pragma unroll
   for (int j = 0; j < kStreams; ++j) {
-    s.pre_out[token * kStreams + j] = 1.0f / (1.0f + expf(-value[j])) + s.hc_eps;
-    s.post_out[token * kStreams + j] = 2.0f / (1.0f + expf(-value[kStreams + j]));
-    float best = value[(2 + j) * kStreams];
-#pragma unroll
-    for (int k = 1; k < kStreams; ++k) {
-      best = fmaxf(best, value[(2 + j) * kStreams + k]);
-    }
-    float sum = 0;
 #pragma unroll
     for (int k = 0; k < kStreams; ++k) {
-      c[j][k] = expf(value[(2 + j) * kStreams + k] - best);
-      sum += c[j][k];
-    }
-#pragma unroll
-    for (int k = 0; k < kStreams; ++k) {
-      c[j][k] = c[j][k] / sum + s.hc_eps;
+      c[j][k] = comb[j * kStreams + k];
     }
   }
   balance<false>(c, s.hc_eps);
+#pragma unroll 1
   for (int iter = 1; iter < s.iters; ++iter) {
     balance<true>(c, s.hc_eps);
     balance<false>(c, s.hc_eps);
@@ -334,22 +338,19 @@ __device__ void finish_token(const Site& s, const float* m, int64_t token) {
 
 __global__ void __launch_bounds__(kThreads) finish_kernel(const __grid_constant__ Site s) {
   __shared__ float slots[kWarps];
-  __shared__ float predictions[kWarps][kCoefficients + 1];
+  __shared__ float comb[kWarps][kStreams * kStreams + 1];
   allow_next_kernel();
   wait_for_previous_kernels();
   const int64_t predictors = (s.tokens + kWarps - 1) / kWarps;
   if (blockIdx.x < predictors) {
     const int64_t token0 = blockIdx.x * kWarps;
-    const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
+    const int warp = static_cast<int>(threadIdx.x) / 32;
     if (token0 + warp < s.tokens) {
-      const float m = predict_token(s, token0 + warp);
-      if (lane < kCoefficients) {
-        predictions[warp][lane] = m;
-      }
+      predict_token(s, token0 + warp, comb[warp]);
     }
     __syncthreads();
     if (threadIdx.x < kWarps && token0 + threadIdx.x < s.tokens) {
-      finish_token(s, predictions[threadIdx.x], token0 + threadIdx.x);
+      balance_token(s, comb[threadIdx.x], token0 + threadIdx.x);
     }
     return;
   }
