@@ -50,26 +50,32 @@ __global__ void __launch_bounds__(kWarps* kWarp) select_kernel(const float* logi
   // Chosen ids, ascending, and their scores.
   auto* ids = reinterpret_cast<int32_t*>(dynamic_shared()) + warp * 2 * k;
   auto* chosen = reinterpret_cast<float*>(ids + k);
-  float score[kPerLane];
-  uint32_t order[kPerLane];  // of the biased scores (ordered_bits()); 0: taken, or no expert
-  const float* offset = is_image[token] != 0 ? bias_vl : bias;
-#pragma unroll
-  for (int i = 0; i < kPerLane; ++i) {
-    const int id = lane + i * kWarp;
-    order[i] = 0;
-    score[i] = 0;
-    if (id < e) {
-      score[i] = router_score(logits[token * e + id] / temperature);
-      const float b = score[i] + offset[id];
-      // A NaN must neither win nor vanish: k distinct ids are needed in any case.
-      order[i] = b == b ? ordered_bits(b) : 1u;
+  const auto score_of = [&](int id) { return router_score(logits[token * e + id] / temperature); };
+  if (forced != nullptr) {
+    for (int i = lane; i < k; i += kWarp) {
+      const int32_t id = forced[token * k + i];
+      ids[i] = id;
+      // Ids outside the table occur in padding rows only; they get no weight.
+      chosen[i] = id >= 0 && id < e ? score_of(id) : 0;
     }
-  }
-  for (int round = 0; round < k; ++round) {
-    int32_t id;
-    if (forced != nullptr) {
-      id = forced[token * k + round];
-    } else {
+  } else {
+    float score[kPerLane];
+    uint32_t order[kPerLane];  // of the biased scores (ordered_bits()); 0: taken, or no expert
+    const float* offset = is_image[token] != 0 ? bias_vl : bias;
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i) {
+      const int id = lane + i * kWarp;
+      order[i] = 0;
+      score[i] = 0;
+      if (id < e) {
+        score[i] = score_of(id);
+        const float b = score[i] + offset[id];
+        // A NaN must neither win nor vanish: k distinct ids are needed in any case.
+        order[i] = b == b ? ordered_bits(b) : 1u;
+      }
+    }
+    uint32_t taken = 0;  // bit i: lane's expert i
+    for (int round = 0; round < k; ++round) {
       uint32_t best = 0;
 #pragma unroll
       for (int i = 0; i < kPerLane; ++i) {
@@ -81,29 +87,25 @@ __global__ void __launch_bounds__(kWarps* kWarp) select_kernel(const float* logi
       for (int i = kPerLane - 1; i >= 0; --i) {
         lowest = order[i] == best ? static_cast<uint32_t>(lane + i * kWarp) : lowest;
       }
-      id = static_cast<int32_t>(__reduce_min_sync(kAllLanes, lowest));
+      const auto id = static_cast<int>(__reduce_min_sync(kAllLanes, lowest));
+#pragma unroll
+      for (int i = 0; i < kPerLane; ++i) {
+        if (lane + i * kWarp == id) {
+          order[i] = 0;
+          taken |= 1u << i;
+        }
+      }
     }
-    // Ids outside the table occur in padding rows only; they get no weight.
-    float own_score = 0;
+    int before = 0;  // chosen experts of lower ids
 #pragma unroll
     for (int i = 0; i < kPerLane; ++i) {
-      own_score = lane + i * kWarp == id ? score[i] : own_score;
-      order[i] = lane + i * kWarp == id ? 0u : order[i];
-    }
-    own_score = __shfl_sync(kAllLanes, own_score, id % kWarp);
-    if (id < 0 || id >= e) {
-      own_score = 0;
-    }
-    if (lane == 0) {
-      // Insertion keeps the list ascending.
-      int place = round;
-      while (forced == nullptr && place > 0 && ids[place - 1] > id) {
-        ids[place] = ids[place - 1];
-        chosen[place] = chosen[place - 1];
-        --place;
+      const uint32_t lanes = __ballot_sync(kAllLanes, (taken >> i & 1u) != 0);
+      if ((taken >> i & 1u) != 0) {
+        const int place = before + __popc(lanes & ((1u << lane) - 1));
+        ids[place] = lane + i * kWarp;
+        chosen[place] = score[i];
       }
-      ids[place] = id;
-      chosen[place] = own_score;
+      before += __popc(lanes);
     }
   }
   __syncwarp();

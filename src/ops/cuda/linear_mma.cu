@@ -30,7 +30,7 @@ namespace cachalot::ops::cuda {
 namespace {
 
 constexpr int kFewWarps = 4;     // of a block whose warps have a tile each
-constexpr int kMaxSharing = 10;  // warps that share a tile
+constexpr int kMaxSharing = 20;  // warps that share a tile
 constexpr int kMultiprocessors = 132;
 constexpr int kMostWarps = 16 * kMultiprocessors;
 // many_kernel reads weights once for all tokens, few_kernel once for 8, but from many more warps:
@@ -39,6 +39,7 @@ constexpr int64_t kFewBlocks = 20;
 constexpr int64_t kFewBlocksTokens = 256;
 constexpr int kMaxTargets = 4;
 constexpr int kStages = 4;
+constexpr int kRawAhead = 4;   // chunks of raw input under way together
 constexpr int kTokenPad = 20;  // floats per token in shared memory: 16 rows without bank conflicts
 
 struct Target {
@@ -114,7 +115,7 @@ __host__ __device__ constexpr int raw_columns(int sharing, int chunks) {
 // `sharing` warps per tile: 1, and a block has kFewWarps tiles, or more, and a block has one tile.
 // kRaw: p.x is in natural order; every warp quantizes its columns of it, or only reorders them.
 template <class W, bool kRaw>
-__global__ void __launch_bounds__(kMaxSharing * 32, 2)
+__global__ void __launch_bounds__(kMaxSharing * 32, 1)
     few_kernel(const __grid_constant__ Problem p, int sharing) {
   using Ring = WeightRing<W, kStages>;
   const Lane lane;
@@ -150,13 +151,24 @@ __global__ void __launch_bounds__(kMaxSharing * 32, 2)
     const int64_t width = raw_columns(sharing, chunks);
     const int piece = static_cast<int>(threadIdx.x) % 32;
     for (int n = 0; n < tokens; ++n) {
-      for (int c = 0; c < last - first; ++c) {
-        float v[8];
-        load_elements<8>(p.x + (token0 + n) * p.width + column + c * kChunk + piece * 8, v);
-        if (p.quantize) {
-          quantize_piece(v);
+      const Bf16* from = p.x + (token0 + n) * p.width + column + piece * 8;
+      for (int c0 = 0; c0 < last - first; c0 += kRawAhead) {
+        float v[kRawAhead][8];
+#pragma unroll
+        for (int c = 0; c < kRawAhead; ++c) {
+          if (c0 + c < last - first) {
+            load_elements<8>(from + (c0 + c) * kChunk, v[c]);
+          }
         }
-        store_piece<W::kLayout>(own + n * width + c * kChunk, piece, v);
+#pragma unroll
+        for (int c = 0; c < kRawAhead; ++c) {
+          if (c0 + c < last - first) {
+            if (p.quantize) {
+              quantize_piece(v[c]);
+            }
+            store_piece<W::kLayout>(own + n * width + (c0 + c) * kChunk, piece, v[c]);
+          }
+        }
       }
     }
     __syncwarp();
@@ -253,22 +265,30 @@ int sharing_of(const Problem& p) {
   return chunks <= 64 ? tile_sharing(p.tiles, chunks) : 1;
 }
 
+int few_warps(int sharing) {
+  return sharing == 1 ? kFewWarps : sharing;
+}
+
+// Shared memory of a block of few_kernel.
+template <class W>
+int64_t few_bytes(const Problem& p, bool raw) {
+  const int chunks = static_cast<int>(p.in / kChunk), sharing = sharing_of(p);
+  const int warps = few_warps(sharing);
+  return warps * WeightRing<W, kStages>::kBytes +
+         4 * sums_floats(sharing, chunks, static_cast<int>(p.tokens)) +
+         (raw ? 2 * warps * p.tokens * raw_columns(sharing, chunks) : 0);
+}
+
 template <class W, bool kRaw>
 Status launch_few(const OpContext& ctx, const Problem& p) {
-  const int chunks = static_cast<int>(p.in / kChunk), sharing = sharing_of(p);
-  const int warps = sharing == 1 ? kFewWarps : sharing;
-  int64_t bytes = warps * WeightRing<W, kStages>::kBytes +
-                  4 * sums_floats(sharing, chunks, static_cast<int>(p.tokens));
-  if (kRaw) {
-    bytes += 2 * warps * p.tokens * raw_columns(sharing, chunks);
-  }
+  const int sharing = sharing_of(p);
   return launch(ctx,
                 "linear",
                 few_kernel<W, kRaw>,
                 dim3(extent(sharing == 1 ? ceil_div(p.tiles, kFewWarps) : p.tiles),
                      extent(ceil_div(p.tokens, kTokenTile))),
-                warps * 32,
-                bytes,
+                few_warps(sharing) * 32,
+                few_bytes<W>(p, kRaw),
                 p,
                 sharing);
 }
@@ -336,7 +356,8 @@ bool takes_raw(WeightFormat format, const Problem& p) {
   constexpr int64_t kMostBytes = 5 << 10;  // of a warp's input
   const int chunks = static_cast<int>(p.in / kChunk);
   return format == WeightFormat::kFp8Block && p.tokens <= 2 &&
-         2 * p.tokens * raw_columns(sharing_of(p), chunks) <= kMostBytes;
+         2 * p.tokens * raw_columns(sharing_of(p), chunks) <= kMostBytes &&
+         few_bytes<Fp8Weights<true>>(p, true) <= kSharedCapacity;
 }
 
 // One weight format's targets: prepares their common input and multiplies.

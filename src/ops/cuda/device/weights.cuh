@@ -203,10 +203,8 @@ struct Fp4Weights {
       return ((w & 0x000F000Fu) * 0x1040u) & 0x81C081C0u;
     } else if constexpr (n == 1) {
       return ((w & 0x00F000F0u) * 0x0104u) & 0x81C081C0u;
-    } else if constexpr (n == 2) {
-      return merge_bits(w << 4, 0x80008000u, (w >> 2) & 0x01C001C0u);
     } else {
-      return merge_bits(w, 0x80008000u, (w >> 6) & 0x01C001C0u);
+      return nibbles<n - 2>(w >> 8);
     }
   }
   template <int kIndex>
