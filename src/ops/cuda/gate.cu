@@ -5,10 +5,12 @@
 //
 // out  experts [T, k] i32 ascending, weights [T, k] f32
 //
-// The product runs in linear_mma.cu (FP32 logits in scratch). Then one warp per token, with the
-// scores of its experts in registers, takes the maximum k times. Ties go to the lower id.
+// The product runs in linear_mma.cu (FP32 logits in scratch). Then a block of 4 warps makes the
+// scores of 4 tokens, all threads on all of them, and one warp per token takes the maximum k times.
+// Ties go to the lower id.
 //
-// Shared: k ids per warp. Bound by launches and latency at decode; 4 E bytes per token otherwise.
+// Shared: E scores and k ids and scores per token. Bound by launches and latency at decode; 4 E
+// bytes per token otherwise.
 #include "ops/cuda/device/reduce.cuh"
 #include "ops/cuda/device/top_k.cuh"
 #include "ops/cuda/kernels.h"
@@ -43,33 +45,36 @@ __global__ void __launch_bounds__(kWarps* kWarp) select_kernel(const float* logi
   allow_next_kernel();
   const int lane = static_cast<int>(threadIdx.x) % kWarp;
   const int warp = static_cast<int>(threadIdx.x) / kWarp;
-  const int64_t token = static_cast<int64_t>(blockIdx.x) * kWarps + warp;
+  const int64_t token0 = static_cast<int64_t>(blockIdx.x) * kWarps, token = token0 + warp;
+  auto* scores = reinterpret_cast<float*>(dynamic_shared());
+  const int count = static_cast<int>(min(tokens - token0, int64_t{kWarps})) * e;
+  for (int i = static_cast<int>(threadIdx.x); i < count; i += kWarps * kWarp) {
+    scores[i] = router_score(logits[token0 * e + i] / temperature);
+  }
+  __syncthreads();
   if (token >= tokens) {
     return;
   }
   // Chosen ids, ascending, and their scores.
-  auto* ids = reinterpret_cast<int32_t*>(dynamic_shared()) + warp * 2 * k;
+  auto* ids = reinterpret_cast<int32_t*>(scores + kWarps * e) + warp * 2 * k;
   auto* chosen = reinterpret_cast<float*>(ids + k);
-  const auto score_of = [&](int id) { return router_score(logits[token * e + id] / temperature); };
+  scores += warp * e;
   if (forced != nullptr) {
     for (int i = lane; i < k; i += kWarp) {
       const int32_t id = forced[token * k + i];
       ids[i] = id;
       // Ids outside the table occur in padding rows only; they get no weight.
-      chosen[i] = id >= 0 && id < e ? score_of(id) : 0;
+      chosen[i] = id >= 0 && id < e ? scores[id] : 0;
     }
   } else {
-    float score[kPerLane];
     uint32_t order[kPerLane];  // of the biased scores (ordered_bits()); 0: taken, or no expert
     const float* offset = is_image[token] != 0 ? bias_vl : bias;
 #pragma unroll
     for (int i = 0; i < kPerLane; ++i) {
       const int id = lane + i * kWarp;
       order[i] = 0;
-      score[i] = 0;
       if (id < e) {
-        score[i] = score_of(id);
-        const float b = score[i] + offset[id];
+        const float b = scores[id] + offset[id];
         // A NaN must neither win nor vanish: k distinct ids are needed in any case.
         order[i] = b == b ? ordered_bits(b) : 1u;
       }
@@ -103,7 +108,7 @@ __global__ void __launch_bounds__(kWarps* kWarp) select_kernel(const float* logi
       if ((taken >> i & 1u) != 0) {
         const int place = before + __popc(lanes & ((1u << lane) - 1));
         ids[place] = lane + i * kWarp;
-        chosen[place] = score[i];
+        chosen[place] = scores[lane + i * kWarp];
       }
       before += __popc(lanes);
     }
@@ -144,7 +149,7 @@ Status gate(OpContext& ctx, const GateArgs& args) {
                 select_kernel_for(e),
                 extent(ceil_div(t, int64_t{kWarps})),
                 kWarps * kWarp,
-                kWarps * 2 * k * static_cast<int64_t>(sizeof(float)),
+                kWarps * (e + 2 * k) * static_cast<int64_t>(sizeof(float)),
                 logits,
                 args.bias.as<float>(),
                 args.bias_vl.as<float>(),
