@@ -446,6 +446,17 @@ std::vector<IndexCase> index_cases() {
       {{{.start = 2500, .rows = 2}, {.start = 7, .rows = 1}}, 32, 128, 1, 512},
       {{{.start = 500, .rows = 1}, {.start = 77, .rows = 1}}, 9, 32, 1, 5},
       {{{.start = 3000, .rows = 1}}, 16, 128, 2, 64},
+      // Several sequences in a group of tokens, and sequences across two of them.
+      {{{.start = 900, .rows = 6}, {.start = 1000, .rows = 6}, {.start = 3, .rows = 6}},
+       32,
+       128,
+       1,
+       64},
+      {{{.start = 700, .rows = 9}, {.start = 640, .rows = 1}, {.start = 90, .rows = 23}},
+       32,
+       128,
+       2,
+       20},
   };
 }
 

@@ -1,27 +1,31 @@
 // Index scores of many entries on tensor cores: 32 heads of 128.
 //
-//   S[p, j] = sum_h w_h relu(q_h . k_j) * DI^-1/2 HI^-1/2, q = FP4(RoPE(q)), in FP32
+//   S[p, j] = sum_h w_h relu(q_h . k_j) * DI^-1/2 HI^-1/2, q = FP4(RoPE(q))
 //
 // in   q [T, HI * DI] act, w [T, HI] act, rope, index rows (E2M1 codes, E8M0 per 32), candidates
 // out  scores as ordered integers [T, slots], and their counts per leading 12 bits [T, kBins]; the
 //      same for the maxima of candidate blocks
 //
-// query  block = one token: queries rotated, quantized, laid out as the B operand of wgmma
-// score  block = `tiles` times 64 slots of one token, or of up to four tokens of one sequence
+// Both operands are E4M3: a row's codes times 2^6, blocks of smaller scale shifted down to the
+// row's largest, which is exact for 14 binades (what lies lower is below 2^-13 of the row's
+// maximum). The row's power of two goes to the head weight (queries) and to the finished sum
+// (keys). The tensor core keeps about 14 bits of its four sums of 32 products. Those are multiples
+// of 1/4 up to 36, in units of the scales, so a dot product is exact while it is below 2^(11 - d)
+// of its largest block's unit, where d is the spread of the blocks' exponents in both rows.
 //
-//   16 threads  address of a run of rows, five tiles ahead | bulk copies four tiles ahead
-//   warpgroup   the tile that has arrived, while the copies go on:
-//     warp      unpack 16 rows of 128 codes in registers as A | wgmma: rows x heads of all tokens
-//     4 lanes   ReLU, head weights, sum over the heads -> scores, counts, block maxima
+// query  warp = one head: rotated, quantized, laid out as the B operand of wgmma
+// score  block = a span of slots of one token, or of up to 16 consecutive tokens
+//
+//   last warp   addresses of 32 runs of rows at once, a batch ahead | bulk copies -> ring of tiles
+//   warpgroup   a tile of 64 slots that has arrived:
+//     warp      16 rows of 128 codes in registers as A, by table lookup (9 instructions per 8
+//     codes) pieces of four, two or one token:
+//       wgmma   rows x heads
+//       4 lanes ReLU, head weights, sum over the heads -> scores, counts, block maxima
 //   block       at the end: counts -> global
 //
 // Slots are rows of the product and heads its columns, so a row's keys are unpacked once for all
-// tokens of the block, and neither the group nor the pass changes a sum. Shared: 34 KiB of rows, 8
-// KiB of queries and 8 KiB of counts per token: 51 KiB with one token, 99 KiB with four. Bound by
-// 68 B per entry at one token per sequence (64 x 131072: 133 us at 4.3 TB/s), by 8192 FLOP per
-// token and entry at four; close behind come the instructions that unpack (17 per 8 codes) and
-// weigh (2 per product). Measured with the rest of index_select on an H200: 478 us, and 14.9 ms for
-// 4096 tokens x 131072 (295 TFLOP/s).
+// tokens of the block, and neither the group nor the pass changes a sum.
 #include <algorithm>
 
 #include "ops/cuda/index_split.cuh"
@@ -29,76 +33,144 @@
 namespace cachalot::ops::cuda {
 namespace {
 
-constexpr int kThreads = kIndexThreads;
-constexpr int kGroups = kThreads / 128;  // warpgroups
 constexpr int kHeads = 32;
+constexpr int kQueryWarps = 8;
 constexpr int kTileSlots = 64;
 constexpr int kRun = 4;  // slots whose rows are copied at once, at least
-constexpr int kRuns = kTileSlots / kRun;
-constexpr int kStages = 4;  // tiles of rows
 constexpr int kKeyBytes = 68;
 constexpr int kTileBytes = kTileSlots * kKeyBytes;
-constexpr int kHalfDim = kIndexMmaDim / 2;
-constexpr int kCandidateBlock = 8;   // entries, if candidates are published
-constexpr int kMostTiles = 64;       // of a block
-constexpr int kBlocksWanted = 1056;  // eight for each of 132 multiprocessors
+constexpr int kCandidateBlock = 8;  // entries
+constexpr int kMultiprocessors = 132;
+constexpr int kShifts = 20;   // binades from which on a block's codes vanish beside the largest
+constexpr int kHeadroom = 6;  // 6 * 2^6 is below E4M3's 448
+// Of both operands, and of relu(x) = (x + |x|) / 2.
+constexpr float kLate = 0x1.0p-13f;
 
-template <int kTokens>
+// One token per block, or many that share keys.
+template <bool kMany>
 struct Shared {
-  static constexpr int kColumns = kHeads * kTokens;
-  uint8_t query[2][kColumns * 128];  // 1024-byte aligned
-  uint8_t rows[kGroups][kStages][kTileBytes];
-  uint32_t count[kTokens][kBins / 2];  // two 16-bit counts each
-  float weight[kColumns];
-  IndexExtent extent[kTokens];
-  uint64_t arrived[kGroups][kStages];
+  static constexpr int kWarpgroups = 3;
+  static constexpr int kThreads = (kWarpgroups + 1) * 128;  // the last warpgroup copies
+  static constexpr int kBlocks = kMany ? 1 : 2;             // of a multiprocessor
+  static constexpr bool kShares = kMany;
+  static constexpr int kTokens = kMany ? kIndexGroup : 1;
+  static constexpr int kStages = kMany ? 4 : 16;
+  static constexpr int kMostTiles = kMany ? 256 : 64;  // of a block; counts have 16 bits
+  static constexpr int kHistograms = kMany ? kIndexGroup : 2;
+
+  uint8_t query[kTokens][kQueryBytes];  // 1024-byte aligned
+  uint8_t rows[kStages][kTileBytes];
+  uint32_t count[kHistograms][kBins / 2];  // two 16-bit counts each
+  float weight[kTokens][kHeads];
+  uint2 table[kShifts];                              // E4M3 bytes of the eight magnitudes
+  int entry[kStages][kTileSlots / kCandidateBlock];  // first of a candidate block, or -1
+  int sequence[kTokens];
+  int slots[kTokens];  // 0 if nothing is scored
+  int visible[kTokens];
+  int blocks[kTokens];
+  uint64_t queries_arrived;
+  uint64_t full[kStages];
+  uint64_t empty[kStages];
 };
 
-// Place of element (row, column) of a query half in the swizzled operand.
-__device__ __forceinline__ int swizzled(int row, int column) {
-  return row * kHalfDim + (column / 8 ^ row % 8) * 8 + column % 8;
+// The scale of a block `shift` binades below its row's largest one, as 2^(headroom - shift).
+__device__ __forceinline__ float shifted_scale(uint32_t shift) {
+  return __uint_as_float((127 + kHeadroom - min(shift, uint32_t{kShifts - 1})) << 23);
+}
+__device__ __forceinline__ uint32_t e4m3_four(const float (&v)[4]) {
+  return e4m3_pair(v[0], v[1]) | static_cast<uint32_t>(e4m3_pair(v[2], v[3])) << 16;
 }
 
 template <class Act>
-__global__ void __launch_bounds__(kThreads) query_kernel(const __grid_constant__ IndexSplit s) {
-  auto* query = reinterpret_cast<float*>(dynamic_shared());  // [HI, DI]
+__global__ void __launch_bounds__(kQueryWarps* kWarp)
+    query_kernel(const __grid_constant__ IndexSplit s) {
   allow_next_kernel();
   wait_for_previous_kernels();
+  const IndexProblem& p = s.p;
   const int64_t token = blockIdx.x;
+  const int thread = static_cast<int>(threadIdx.x), lane = thread % kWarp;
+  const int part = static_cast<int>(blockIdx.y);
   for (const IndexList* list : {&s.entries, &s.blocks}) {
     if (list->bound > 0) {
-      for (int i = threadIdx.x; i < kBins; i += kThreads) {
-        list->histogram[token * kBins + i] = 0;
+      for (int i = part * kQueryWarps * kWarp + thread; i < kBins / 4;
+           i += static_cast<int>(gridDim.y) * kQueryWarps * kWarp) {
+        reinterpret_cast<int4*>(list->histogram + token * kBins)[i] = make_int4(0, 0, 0, 0);
       }
-      if (threadIdx.x < 2) {
-        list->counters[2 * token + threadIdx.x] = 0;
+      if (part == 0 && thread < 2) {
+        list->counters[2 * token + thread] = 0;
       }
     }
   }
-  load_query<Act>(s.p, token, query);
-  const int columns = s.group * kHeads, first = static_cast<int>(token % s.group) * kHeads;
-  Bf16* out = s.queries + token / s.group * (2 * columns * kHalfDim);
-  for (int i = threadIdx.x; i < kHeads * kIndexMmaDim; i += kThreads) {
-    // K in the order in which a lane unpacks its block of 32 codes: place 16 j + 8 h + 2 t + e
-    // holds column 32 t + 8 (j / 2) + 2 (j % 2) + h + 4 e.
-    const int head = i / kIndexMmaDim, place = i % kIndexMmaDim;
-    const int j = place / 16, h = place / 8 % 2, t = place / 2 % 4, e = place % 2;
-    const float v = query[head * kIndexMmaDim + 32 * t + j / 2 * 8 + j % 2 * 2 + h + 4 * e];
-    out[place / kHalfDim * (columns * kHalfDim) + swizzled(first + head, place % kHalfDim)] =
-        from_float<Bf16>(v);
+  // A lane has four columns, eight lanes a quantization block.
+  const int head = part * kQueryWarps + thread / kWarp, column = 4 * lane;
+  const Act* q = static_cast<const Act*>(p.q) + (token * kHeads + head) * kIndexMmaDim + column;
+  const int tail = kIndexMmaDim - 2 * static_cast<int>(p.half);
+  const float* cos_sin = p.rope + token * p.half * 2;
+  float v[4];
+  uint32_t amax = 0;
+#pragma unroll
+  for (int e = 0; e < 4; e += 2) {
+    v[e] = to_float(q[e]);
+    v[e + 1] = to_float(q[e + 1]);
+    const int pair = column + e - tail;
+    if (pair >= 0) {
+      const float2 turned = rotate_pair(v[e], v[e + 1], cos_sin[pair], cos_sin[pair + 1]);
+      v[e] = rounded<Act>(turned.x);
+      v[e + 1] = rounded<Act>(turned.y);
+    }
+    amax = max(amax, max(magnitude_bits(v[e]), magnitude_bits(v[e + 1])));
+  }
+#pragma unroll
+  for (int step = 1; step < 8; step *= 2) {
+    amax = max(amax, __shfl_xor_sync(kAllLanes, amax, step));
+  }
+  const uint32_t scale = fp4_index_scale(amax);
+  uint32_t most = max(scale, __shfl_xor_sync(kAllLanes, scale, 8));
+  most = max(most, __shfl_xor_sync(kAllLanes, most, 16));
+#pragma unroll
+  for (float& x : v) {
+    x = e2m1_value(fp4_index_code(x, scale)) * shifted_scale(most - scale);
+  }
+  // K in the order in which a lane unpacks its block of 32 codes: place 32 i + 16 h + 4 t + e holds
+  // column 32 t + 8 i + 4 h + e. Pieces of 16 bytes are swizzled.
+  uint8_t* row = s.queries + token * kQueryBytes + head * kIndexMmaDim;
+  *reinterpret_cast<uint32_t*>(row + (lane % 8 ^ head % 8) * 16 + lane / 8 * 4) = e4m3_four(v);
+  if (lane == 0) {
+    // Lane t of four weighs the heads 8 n + 2 t + e, in the order of n and e.
+    s.weights[token * kHeads + head % 8 / 2 * 8 + head / 8 * 2 + head % 2] =
+        to_float(static_cast<const Act*>(p.w)[token * kHeads + head]) * e8m0_value(most);
+  }
+}
+
+// Calls body(from, to, slots, tiles) for the tokens [from, to) of one sequence that have something
+// to score in this block's span.
+template <class Memory, class Body>
+__device__ __forceinline__ void for_each_run(
+    const Memory& shared, int tokens, int begin, int span, Body&& body) {
+  if constexpr (Memory::kTokens == 1) {
+    tokens = 1;
+  }
+  for (int from = 0, to; from < tokens; from = to) {
+    int slots = shared.slots[from];
+    for (to = from + 1; to < tokens && shared.sequence[to] == shared.sequence[from]; ++to) {
+      slots = max(slots, shared.slots[to]);
+    }
+    if (slots > begin) {
+      body(from, to, slots, (min(slots - begin, span) + kTileSlots - 1) / kTileSlots);
+    }
   }
 }
 
 // Slots of a tile whose rows lie behind each other, in multiples of 16 bytes: what one bulk copy
 // brings. 0: rows must be copied word by word, four slots per thread.
 __device__ __forceinline__ int contiguous_slots(const IndexProblem& p, const PagedRows& pages) {
-  const auto divides = [&](int n) {
-    return pages.page_rows % n == 0 && (p.candidates == nullptr || p.candidate_block % n == 0);
-  };
-  if (reinterpret_cast<uintptr_t>(pages.pages[0]) % 16 != 0 || !divides(kRun)) {
+  if (reinterpret_cast<uintptr_t>(pages.pages[0]) % 16 != 0 || pages.page_rows % kRun != 0) {
     return 0;
   }
-  return divides(kTileSlots) ? kTileSlots : divides(2 * kRun) ? 2 * kRun : kRun;
+  if (p.candidates == nullptr && pages.page_rows % kTileSlots == 0) {
+    return kTileSlots;
+  }
+  return pages.page_rows % kCandidateBlock == 0 ? kCandidateBlock : kRun;
 }
 
 // Slots whose entries follow each other.
@@ -112,14 +184,10 @@ __device__ __forceinline__ Run find_run(const IndexProblem& p,
                                         const PagedRows& pages,
                                         int visible,
                                         int slot,
-                                        int end,
                                         int slots) {
-  Run run{.entry = 0, .count = 0, .from = nullptr};
-  if (slot < end) {
-    run.entry = slot_entry(p, token, slot, visible);
-    run.count = run.entry < 0 ? 0 : min(slots, visible - run.entry);
-  }
-  if (run.count > 0) {
+  Run run{.entry = slot_entry(p, token, slot, visible), .count = 0, .from = nullptr};
+  if (run.entry >= 0) {
+    run.count = min(slots, visible - run.entry);
     const auto page_rows = static_cast<uint32_t>(pages.page_rows);
     const uint32_t page = static_cast<uint32_t>(run.entry) / page_rows;
     run.from = pages.pages[page] + (static_cast<uint32_t>(run.entry) - page * page_rows) *
@@ -128,296 +196,400 @@ __device__ __forceinline__ Run find_run(const IndexProblem& p,
   return run;
 }
 
-// One thread brings a run of `slots` rows to shared memory.
-__device__ __forceinline__ void copy_run(
-    const Run& run, int slots, bool whole, const PagedRows& pages, uint8_t* to, uint64_t* arrived) {
-  if (run.count == 0) {
-    barrier_arrive(arrived);
-  } else if (whole) {
-    barrier_arrive_expect(arrived, slots * kKeyBytes);
-    copy_bulk(to, run.from, slots * kKeyBytes, arrived);
-  } else {
-#pragma unroll 1
-    for (int i = 0; i < run.count * (kKeyBytes / 4); ++i) {
-      const int row = i / (kKeyBytes / 4), word = i % (kKeyBytes / 4);
-      reinterpret_cast<uint32_t*>(to)[i] =
-          reinterpret_cast<const uint32_t*>(pages.row(run.entry + row))[word];
+// The copying warp: brings the rows of all tiles of the span to the ring.
+template <class Memory>
+__device__ void copy_tiles(
+    const IndexSplit& s, Memory& shared, int first, int tokens, int begin, int span) {
+  const IndexProblem& p = s.p;
+  const int lane = static_cast<int>(threadIdx.x) % kWarp;
+  int n = 0;  // tiles so far
+  for_each_run(shared, tokens, begin, span, [&](int from, int to, int slots, int tiles) {
+    const PagedRows pages = p.index[shared.sequence[from]];
+    int visible = 0;
+    for (int i = from; i < to; ++i) {
+      visible = max(visible, shared.visible[i]);
     }
-    barrier_arrive(arrived);
-  }
+    const int contiguous = contiguous_slots(p, pages);
+    const int run_slots = contiguous > 0 ? contiguous : kRun;
+    const int tile_runs = kTileSlots / run_slots, batch = kWarp / tile_runs;
+    const auto find = [&](int j) {
+      const int slot = begin + j * kTileSlots + lane * run_slots;
+      return j < tiles && slot < slots ? find_run(p, first + from, pages, visible, slot, run_slots)
+                                       : Run{.entry = -1, .count = 0, .from = nullptr};
+    };
+    Run next = find(0);
+    for (int j = 0; j < tiles; j += batch) {
+      const Run run = next;
+      next = find(j + batch);
+      for (int i = 0; i < min(batch, tiles - j); ++i, ++n) {
+        const int stage = n % Memory::kStages;
+        if (n >= Memory::kStages) {
+          barrier_wait(&shared.empty[stage], (n / Memory::kStages - 1) % 2);
+        }
+        const bool own = lane / tile_runs == i;
+        const int place = lane % tile_runs * run_slots;
+        uint8_t* to_row = shared.rows[stage] + place * kKeyBytes;
+        if (own && place % kCandidateBlock == 0 && p.candidates != nullptr) {
+          shared.entry[stage][place / kCandidateBlock] = run.entry;
+        }
+        const bool copies = own && run.count > 0;
+        if (contiguous == 0 && copies) {
+          for (int w = 0; w < run.count * (kKeyBytes / 4); ++w) {
+            const int row = w / (kKeyBytes / 4), word = w % (kKeyBytes / 4);
+            reinterpret_cast<uint32_t*>(to_row)[w] =
+                reinterpret_cast<const uint32_t*>(pages.row(run.entry + row))[word];
+          }
+        }
+        const int bytes =
+            contiguous == 0 ? 0 : __popc(__ballot_sync(kAllLanes, copies)) * run_slots * kKeyBytes;
+        __syncwarp();
+        if (lane == 0) {
+          barrier_arrive_expect(&shared.full[stage], bytes);
+        }
+        __syncwarp();
+        if (contiguous > 0 && copies) {
+          copy_bulk(to_row, run.from, run_slots * kKeyBytes, &shared.full[stage]);
+        }
+      }
+    }
+  });
 }
 
-__device__ __forceinline__ void warpgroup_barrier(int warpgroup) {
-  if (warpgroup == 0) {
-    asm volatile("bar.sync 1, 128;" ::: "memory");
-  } else {
-    asm volatile("bar.sync 2, 128;" ::: "memory");
-  }
-}
-
-// What a lane unpacks of its two rows of a tile: 32 codes each.
+// A lane's two rows of a tile, 32 codes each, as operand A, and what their finished sums need.
 struct Keys {
-  uint32_t codes[2][4];
-  uint32_t scale[2];
+  uint32_t a[4][4];
+  float factor[2];
 
-  __device__ __forceinline__ void load(const uint8_t* rows, const Lane& lane) {
-    const int first = static_cast<int>(threadIdx.x) / 32 % 4 * 16 + lane.g;
+  template <class Memory>
+  __device__ __forceinline__ void load(const Memory& shared,
+                                       int stage,
+                                       const Lane& lane,
+                                       float scale) {
+    const int first = static_cast<int>(threadIdx.x) / kWarp % 4 * 16 + lane.g;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const auto* words = reinterpret_cast<const uint32_t*>(rows + (first + 8 * r) * kKeyBytes);
+      const auto* words =
+          reinterpret_cast<const uint32_t*>(shared.rows[stage] + (first + 8 * r) * kKeyBytes);
+      uint32_t codes[4];
 #pragma unroll
-      for (int q = 0; q < 4; ++q) {
-        codes[r][q] = words[4 * lane.t + q];
+      for (int i = 0; i < 4; ++i) {
+        codes[i] = words[4 * lane.t + i];
       }
-      scale[r] = words[kIndexMmaDim / 8];
+      const uint32_t block =
+          pick_bytes(words[kIndexMmaDim / 8], 0, static_cast<uint32_t>(0x4440 + lane.t));
+      uint32_t most = max(block, __shfl_xor_sync(kAllLanes, block, 1));
+      most = max(most, __shfl_xor_sync(kAllLanes, most, 2));
+      const uint2 magnitudes = shared.table[min(most - block, uint32_t{kShifts - 1})];
+      factor[r] = __uint_as_float(most << 23) * scale;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        // Lookup by the low three bits of a nibble; the signs of even nibbles move up to those of
+        // the odd ones, from where they reach the same bytes.
+        const uint32_t select = codes[i] & 0x77777777u, even = codes[i] << 4;
+        a[i][r] = merge_bits(pick_bytes(codes[i], even, 0x1504),
+                             0x80808080u,
+                             pick_bytes(magnitudes.x, magnitudes.y, select));
+        a[i][2 + r] = merge_bits(pick_bytes(codes[i], even, 0x3726),
+                                 0x80808080u,
+                                 pick_bytes(magnitudes.x, magnitudes.y, select >> 16));
+      }
     }
   }
 };
 
-// Starts acc = 64 rows times all query columns. `query` is the operand of the first column.
-template <int kColumnTiles>
-__device__ __forceinline__ void multiply(const Keys& keys,
-                                         uint64_t query,
-                                         int half_bytes,
-                                         const Lane& lane,
-                                         uint32_t (&a)[8][4],
-                                         float (&acc)[kColumnTiles][4]) {
-#pragma unroll
-  for (int n = 0; n < kColumnTiles; ++n) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      acc[n][i] = 0;
-    }
-  }
-  const uint32_t scale[2] = {bf16_scale(keys.scale[0], lane.t, 86),
-                             bf16_scale(keys.scale[1], lane.t, 86)};
-  unrolled<8>([&]<int i>() {
-    constexpr int n = i % 2 * 2;
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      a[i][r] = mul_bf16x2(Fp4Weights::nibbles<n>(keys.codes[r][i / 2]), scale[r]);
-      a[i][2 + r] = mul_bf16x2(Fp4Weights::nibbles<n + 1>(keys.codes[r][i / 2]), scale[r]);
-    }
-  });
-  wgmma_fence();
-#pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    wgmma_bf16(acc, a[i], query + static_cast<uint64_t>((i / 4 * half_bytes + i % 4 * 32) / 16));
-  }
-  wgmma_commit();
-}
+// Sums of a piece's tokens after reduction over four lanes: lane t has token t % kCount, of both
+// its rows if there are four tokens, else of row g + 8 half().
+template <int kCount>
+struct Sums {
+  static constexpr int kRows = kCount == 4 ? 2 : 1;
+  float value[kRows];
 
-template <class Act, int kTokens>
-__global__ void __launch_bounds__(kThreads, kTokens == 1 ? 3 : 2)
-    score_kernel(const __grid_constant__ IndexSplit s, int tiles) {
-  using Memory = Shared<kTokens>;
-  constexpr int kColumns = Memory::kColumns;
-  auto& shared = *reinterpret_cast<Memory*>(dynamic_shared());
-  allow_next_kernel();
-  wait_for_previous_kernels();
-  const IndexProblem& p = s.p;
-  const int group = static_cast<int>(blockIdx.y), thread = static_cast<int>(threadIdx.x);
-  const int first = group * kTokens, last = min(first + kTokens, s.tokens);
-  const int begin = static_cast<int>(blockIdx.x) * tiles * kTileSlots;
-  const int warpgroup = thread / 128;
+  static __device__ __forceinline__ int token(const Lane& lane) { return lane.t % kCount; }
+  static __device__ __forceinline__ int half(const Lane& lane, int i) {
+    return kCount == 4 ? i : kCount == 2 ? lane.t / 2 : lane.t % 2;
+  }
+  // With one token two lanes have the same sum.
+  static __device__ __forceinline__ bool owns(const Lane& lane) { return kCount > 1 || lane.t < 2; }
+
+  // `query` is the operand of the first token, `weights` are its weights for lane t.
+  __device__ __forceinline__ void compute(Keys& keys,
+                                          uint64_t query,
+                                          const float* weights,
+                                          const Lane& lane) {
+    float acc[kCount * kHeads / 8][4];
+    wgmma_fence(keys.a);
+    wgmma_fp8<false>(acc, keys.a[0], query);
+#pragma unroll
+    for (int i = 1; i < 4; ++i) {
+      wgmma_fp8<true>(acc, keys.a[i], query + static_cast<uint64_t>(i * 2));
+    }
+    wgmma_commit();
+    wgmma_wait<0>();
+    float sum[kCount][2];
+#pragma unroll
+    for (int m = 0; m < kCount; ++m) {
+      const float4 w[2] = {*reinterpret_cast<const float4*>(weights + m * kHeads),
+                           *reinterpret_cast<const float4*>(weights + m * kHeads + 4)};
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const auto twice_relu = [&](int n, int e) {
+          const float d = acc[m * (kHeads / 8) + n][2 * r + e];
+          return d + fabsf(d);
+        };
+        float x = twice_relu(0, 0) * w[0].x;
+        x = fmaf(twice_relu(0, 1), w[0].y, x);
+        x = fmaf(twice_relu(1, 0), w[0].z, x);
+        x = fmaf(twice_relu(1, 1), w[0].w, x);
+        x = fmaf(twice_relu(2, 0), w[1].x, x);
+        x = fmaf(twice_relu(2, 1), w[1].y, x);
+        x = fmaf(twice_relu(3, 0), w[1].z, x);
+        sum[m][r] = fmaf(twice_relu(3, 1), w[1].w, x);
+      }
+    }
+    // Lanes exchange what the other keeps, so that nothing is summed twice.
+    const bool odd = lane.t % 2 == 1, high = lane.t >= 2;
+    const auto exchange = [](bool upper, float low_value, float high_value, int step) {
+      const float sent = upper ? low_value : high_value;
+      return (upper ? high_value : low_value) + __shfl_xor_sync(kAllLanes, sent, step);
+    };
+    if constexpr (kCount == 4) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        value[r] = exchange(high,
+                            exchange(odd, sum[0][r], sum[1][r], 1),
+                            exchange(odd, sum[2][r], sum[3][r], 1),
+                            2);
+      }
+    } else if constexpr (kCount == 2) {
+      value[0] = exchange(
+          high, exchange(odd, sum[0][0], sum[1][0], 1), exchange(odd, sum[0][1], sum[1][1], 1), 2);
+    } else {
+      const float row = exchange(odd, sum[0][0], sum[0][1], 1);
+      value[0] = row + __shfl_xor_sync(kAllLanes, row, 2);
+    }
+  }
+};
+
+// A warpgroup: scores of its tiles of the span.
+template <class Memory>
+__device__ void score_tiles(
+    const IndexSplit& s, Memory& shared, int first, int tokens, int begin, int span) {
+  const int block_warp = __shfl_sync(kAllLanes, static_cast<int>(threadIdx.x) / kWarp, 0);
+  const int warpgroup = block_warp / 4, warp = block_warp % 4;
   const Lane lane;
-
-  const auto* queries = reinterpret_cast<const uint8_t*>(s.queries) +
-                        static_cast<int64_t>(group) * (2 * kColumns * 128);
-  for (int i = thread; i < 2 * kColumns * 8; i += kThreads) {
-    copy_async(shared.query[0] + i * 16, queries + i * 16, true);
-  }
-  copy_async_commit();
-  for (int i = thread; i < (last - first) * kHeads; i += kThreads) {
-    shared.weight[i] = to_float(static_cast<const Act*>(p.w)[int64_t{first} * kHeads + i]);
-  }
-  if (thread < last - first) {
-    shared.extent[thread] = token_extent(s, first + thread);
-  }
-  if (thread < kGroups * kStages) {
-    barrier_init(&shared.arrived[0][thread], kRuns);
-  }
-  for (int i = thread; i < kTokens * (kBins / 2); i += kThreads) {
-    shared.count[0][i] = 0;
-  }
-  copy_async_wait<0>();
-  async_proxy_fence();
-  __syncthreads();
   const uint64_t query = wgmma_operand(shared.query[0]);
-  int copied = 0, read = 0;  // tiles of this warpgroup
+  const float scale = s.p.scale * kLate;
+  const bool publishes = s.blocks.bound > 0;
+  uint32_t* scores = s.entries.scores + int64_t{first} * s.entries.bound;
+  uint32_t* block_scores = s.blocks.scores + int64_t{first} * s.blocks.bound;
+  int before = 0;  // tiles of earlier runs
+  barrier_wait(&shared.queries_arrived, 0);
+  for_each_run(shared, tokens, begin, span, [&](int from, int to, int, int tiles) {
+    constexpr int kGroups = Memory::kWarpgroups;
+    for (int j = (warpgroup - before % kGroups + kGroups) % kGroups; j < tiles; j += kGroups) {
+      const int n = before + j, stage = n % Memory::kStages;
+      barrier_wait(&shared.full[stage], n / Memory::kStages % 2);
+      Keys keys;
+      keys.load(shared, stage, lane, scale);
+      int entry[2] = {0, 0};
+      const bool restricted = !Memory::kShares && s.p.candidates != nullptr;
+      if (restricted) {
+        entry[0] = shared.entry[stage][2 * warp];
+        entry[1] = shared.entry[stage][2 * warp + 1];
+      }
+      __syncwarp();
+      if (threadIdx.x % kWarp == 0) {
+        barrier_arrive(&shared.empty[stage]);
+      }
+      const int row_slot = begin + j * kTileSlots + warp * 16 + lane.g;
 
-  // Tokens of one sequence at a time: all of the group, as a rule.
-  for (int from = 0; from < last - first;) {
-    const int32_t sequence = p.sequence[first + from];
-    int to = from, slots = 0, visible = 0;
-    for (; to < last - first && p.sequence[first + to] == sequence; ++to) {
-      slots = max(slots, shared.extent[to].all ? 0 : shared.extent[to].slots);
-      visible = max(visible, shared.extent[to].visible);
-    }
-    const PagedRows pages = p.index[sequence];
-    const int contiguous = contiguous_slots(p, pages);
-    const int run_slots = contiguous > 0 ? contiguous : kRun;
-    const int end = min(begin + tiles * kTileSlots, slots);
-    // Tile j of this warpgroup; its thread i < kRuns has run i of every tile, if there is one.
-    const auto slot0 = [&](int j) { return begin + (j * kGroups + warpgroup) * kTileSlots; };
-    const int own_slot = thread % 128 * run_slots;
-    Run run;
-    const auto find = [&](int j) {
-      if (thread % 128 < kRuns) {
-        run = find_run(p,
-                       first + from,
-                       pages,
-                       visible,
-                       slot0(j) + own_slot,
-                       own_slot < kTileSlots ? end : 0,
-                       run_slots);
-      }
-    };
-    const auto copy = [&](int j) {
-      if (slot0(j) < end) {
-        const int stage = copied++ % kStages;
-        if (thread % 128 < kRuns) {
-          copy_run(run,
-                   run_slots,
-                   contiguous > 0,
-                   pages,
-                   shared.rows[warpgroup][stage] + own_slot * kKeyBytes,
-                   &shared.arrived[warpgroup][stage]);
-        }
-      }
-    };
-    Keys keys;
-    const auto load_keys = [&](int j) {
-      if (slot0(j) < end) {
-        const int stage = read % kStages;
-        barrier_wait(&shared.arrived[warpgroup][stage], read / kStages % 2);
-        keys.load(shared.rows[warpgroup][stage], lane);
-        ++read;
-      }
-    };
-    for (int j = 0; j < kStages; ++j) {
-      find(j);
-      copy(j);
-    }
-    find(kStages);
-    load_keys(0);
-    for (int j = 0; slot0(j) < end; ++j) {
-      uint32_t a[8][4];
-      float acc[kColumns / 8][4];
-      multiply(keys, query, kColumns * 128, lane, a, acc);
-      warpgroup_barrier(warpgroup);  // all have their keys of this tile: its stage is free
-      copy(j + kStages);
-      find(j + kStages + 1);
-      load_keys(j + 1);
-      wgmma_wait<0>();
-      float sum[kTokens][2] = {};
+      const auto score = [&]<int kCount>(int m) {
+        Sums<kCount> sums;
+        sums.compute(keys,
+                     query + static_cast<uint64_t>(m * (kQueryBytes / 16)),
+                     &shared.weight[m][lane.t * 8],
+                     lane);
+        const int own = m + (Memory::kTokens == 1 ? 0 : Sums<kCount>::token(lane));
+        const int limit = Sums<kCount>::owns(lane) ? shared.slots[own] : 0;
 #pragma unroll
-      for (int m = 0; m < kTokens; ++m) {
-#pragma unroll
-        for (int n = 0; n < kHeads / 8; ++n) {
-          const float2 w =
-              *reinterpret_cast<const float2*>(&shared.weight[m * kHeads + 8 * n + 2 * lane.t]);
-          const float (&d)[4] = acc[m * (kHeads / 8) + n];
-          sum[m][0] = fmaf(fmaxf(d[0], 0.0f), w.x, sum[m][0]);
-          sum[m][0] = fmaf(fmaxf(d[1], 0.0f), w.y, sum[m][0]);
-          sum[m][1] = fmaf(fmaxf(d[2], 0.0f), w.x, sum[m][1]);
-          sum[m][1] = fmaf(fmaxf(d[3], 0.0f), w.y, sum[m][1]);
-        }
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          sum[m][r] += __shfl_xor_sync(kAllLanes, sum[m][r], 1);
-          sum[m][r] += __shfl_xor_sync(kAllLanes, sum[m][r], 2);
-        }
-      }
-      // A lane goes on with token t % kTokens, and with both rows g and g + 8 if there are four.
-      const int m = kTokens == 1 ? 0 : lane.t;
-      const IndexExtent& e = shared.extent[m];
-      const bool own = m >= from && m < to && !e.all && (kTokens > 1 || lane.t < 2);
-#pragma unroll
-      for (int r = 0; r < (kTokens == 1 ? 1 : 2); ++r) {
-        const int half = kTokens == 1 ? lane.t % 2 : r;
-        const int i = thread / 32 % 4 * 16 + lane.g + 8 * half, slot = slot0(j) + i;
-        float value = half == 0 ? sum[0][0] : sum[0][1];
-        if constexpr (kTokens > 1) {
-          const float low = lane.t % 2 == 0 ? sum[0][r] : sum[1][r];
-          const float high = lane.t % 2 == 0 ? sum[2][r] : sum[3][r];
-          value = lane.t < 2 ? low : high;
-        }
-        // Slots without an entry score lowest of all, below every bin that can be chosen.
-        const bool listed = own && slot < e.slots;
-        const bool present =
-            listed && (p.candidates == nullptr || slot_entry(p, first, slot, e.visible) >= 0);
-        const uint32_t score = present ? ordered_bits(value * (kLateScale * p.scale)) : 0;
-        const int64_t token = first + m;
-        if (listed) {
-          s.entries.scores[token * s.entries.bound + slot] = score;
-          if (score > kOrderedMinusInfinity) {
-            const uint32_t bin = score >> (32 - kBinBits);
-            atomicAdd(&shared.count[m][bin / 2], bin % 2 == 0 ? 1u : 0x10000u);
+        for (int i = 0; i < Sums<kCount>::kRows; ++i) {
+          const int half = Sums<kCount>::half(lane, i), slot = row_slot + 8 * half;
+          const bool listed = slot < limit;
+          // Slots without an entry score lowest of all, below every bin that can be chosen.
+          bool present = listed;
+          if (restricted) {
+            const int block = half == 0 ? entry[0] : entry[1];
+            present = listed && block >= 0 && block + lane.g < shared.visible[own];
           }
-        }
-        if (s.blocks.bound > 0) {
-          uint32_t best = score;
-#pragma unroll
-          for (int step = 4; step < 32; step *= 2) {
-            best = max(best, __shfl_xor_sync(kAllLanes, best, step));
+          const float factor = half == 0 ? keys.factor[0] : keys.factor[1];
+          const uint32_t bits = present ? ordered_bits(sums.value[i] * factor) : 0;
+          if (listed) {
+            scores[own * s.entries.bound + slot] = bits;
+            if (bits > kOrderedMinusInfinity) {
+              const uint32_t bin = bits >> (32 - kBinBits);
+              atomicAdd(&shared.count[own][bin / 2], bin % 2 == 0 ? 1u : 0x10000u);
+            }
           }
-          if (listed && lane.g == 0) {
-            const int id = slot / kCandidateBlock;
-            best = id == e.blocks - 1 ? 0xFFFFFFFFu : best;  // the newest entry's block
-            s.blocks.scores[token * s.blocks.bound + id] = best;
-            if (best > kOrderedMinusInfinity) {
-              atomicAdd(&s.blocks.histogram[token * kBins + (best >> (32 - kBinBits))], 1);
+          if (publishes) {
+            uint32_t best = bits;
+#pragma unroll
+            for (int step = 4; step < 32; step *= 2) {
+              best = max(best, __shfl_xor_sync(kAllLanes, best, step));
+            }
+            if (listed && lane.g == 0) {
+              const int id = slot / kCandidateBlock;
+              best = id == shared.blocks[own] - 1 ? 0xFFFFFFFFu : best;  // the newest entry's block
+              block_scores[own * s.blocks.bound + id] = best;
+              if (best > kOrderedMinusInfinity) {
+                const uint32_t bin = best >> (32 - kBinBits);
+                atomicAdd(&shared.count[s.group + own][bin / 2], bin % 2 == 0 ? 1u : 0x10000u);
+              }
             }
           }
         }
+      };
+      int m = from;
+      if constexpr (Memory::kTokens > 1) {
+        for (; to - m >= 4; m += 4) {
+          score.template operator()<4>(m);
+        }
+        if (to - m >= 2) {
+          score.template operator()<2>(m);
+          m += 2;
+        }
+      }
+      if (m < to) {
+        score.template operator()<1>(m);
       }
     }
-    __syncthreads();
-    from = to;
+    before += tiles;
+  });
+}
+
+template <bool kMany>
+__global__ void __launch_bounds__(Shared<kMany>::kThreads, Shared<kMany>::kBlocks)
+    score_kernel(const __grid_constant__ IndexSplit s, int span) {
+  using Memory = Shared<kMany>;
+  auto& shared = *reinterpret_cast<Memory*>(dynamic_shared());
+  const int thread = static_cast<int>(threadIdx.x);
+  const int first = static_cast<int>(blockIdx.y) * s.group,
+            begin = static_cast<int>(blockIdx.x) * span;
+  const int tokens = min(s.group, s.tokens - first);
+  const int lists = s.blocks.bound > 0 ? 2 : 1;
+  if (thread < kShifts) {
+    const auto four = [&](uint32_t code) {
+      float v[4];
+#pragma unroll
+      for (uint32_t i = 0; i < 4; ++i) {
+        v[i] = e2m1_value(code + i) * shifted_scale(static_cast<uint32_t>(thread));
+      }
+      return e4m3_four(v);
+    };
+    shared.table[thread] = make_uint2(four(0), four(4));
   }
-  for (int i = thread; i < (last - first) * kBins; i += kThreads) {
-    const int n = static_cast<int>(shared.count[0][i / 2] >> (16 * (i % 2)) & 0xFFFFu);
-    if (n != 0) {
-      atomicAdd(&s.entries.histogram[int64_t{first} * kBins + i], n);
+  if (thread < Memory::kStages) {
+    barrier_init(&shared.full[thread], 1);
+    barrier_init(&shared.empty[thread], 4);
+  }
+  if (thread == 0) {
+    barrier_init(&shared.queries_arrived, 1);
+  }
+  for (int i = thread; i < tokens * lists * (kBins / 8); i += Memory::kThreads) {
+    const int list = i / (tokens * (kBins / 8)), at = i % (tokens * (kBins / 8));
+    reinterpret_cast<uint4*>(shared.count[list * s.group])[at] = make_uint4(0, 0, 0, 0);
+  }
+  allow_next_kernel();
+  wait_for_previous_kernels();
+  bool scores = false;
+  if (thread < tokens) {
+    const IndexExtent e = token_extent(s, first + thread);
+    shared.sequence[thread] = s.p.sequence[first + thread];
+    shared.slots[thread] = e.all ? 0 : e.slots;
+    shared.visible[thread] = e.visible;
+    shared.blocks[thread] = e.blocks;
+    scores = !e.all && e.slots > begin;
+  }
+  for (int i = thread; i < tokens * kHeads; i += Memory::kThreads) {
+    shared.weight[0][i] = s.weights[first * kHeads + i];
+  }
+  async_proxy_fence();
+  if (__syncthreads_or(scores ? 1 : 0) == 0) {
+    return;
+  }
+  if (thread < Memory::kWarpgroups * 128) {
+    score_tiles(s, shared, first, tokens, begin, span);
+  } else if (thread < Memory::kWarpgroups * 128 + kWarp) {
+    if (thread % kWarp == 0) {
+      barrier_arrive_expect(&shared.queries_arrived, tokens * kQueryBytes);
+      copy_bulk(shared.query,
+                s.queries + int64_t{first} * kQueryBytes,
+                tokens * kQueryBytes,
+                &shared.queries_arrived);
     }
+    __syncwarp();
+    copy_tiles(s, shared, first, tokens, begin, span);
+  }
+  __syncthreads();
+  const auto flush = [&](const IndexList& list, const uint32_t* counts) {
+    int* histogram = list.histogram + int64_t{first} * kBins;
+    for (int i = thread; i < tokens * (kBins / 2); i += Memory::kThreads) {
+      const auto low = static_cast<int>(counts[i] & 0xFFFFu);
+      const auto high = static_cast<int>(counts[i] >> 16);
+      if (low != 0) {
+        atomicAdd(&histogram[2 * i], low);
+      }
+      if (high != 0) {
+        atomicAdd(&histogram[2 * i + 1], high);
+      }
+    }
+  };
+  flush(s.entries, shared.count[0]);
+  if (lists == 2) {
+    flush(s.blocks, shared.count[s.group]);
   }
 }
 
-template <class Act, int kTokens>
+template <bool kMany>
 Status run(const OpContext& ctx, const IndexSplit& s) {
-  CACHALOT_RETURN_IF_ERROR(launch(ctx,
-                                  "index_query",
-                                  query_kernel<Act>,
-                                  extent(s.tokens),
-                                  kThreads,
-                                  4 * kHeads * kIndexMmaDim,
-                                  s));
-  const int64_t groups = ceil_div(s.tokens, kTokens), all = ceil_div(s.entries.bound, kTileSlots);
-  const auto tiles =
-      static_cast<int>(std::clamp<int64_t>(all * groups / kBlocksWanted, kGroups, kMostTiles));
+  using Memory = Shared<kMany>;
+  static_assert(sizeof(Memory) * Memory::kBlocks <= kSharedCapacity);
+  const int64_t groups = ceil_div(s.tokens, s.group), tiles = ceil_div(s.entries.bound, kTileSlots);
+  // Spans of equal length that fill the device a whole number of times.
+  constexpr int64_t kAtOnce = int64_t{kMultiprocessors} * Memory::kBlocks;
+  int64_t spans = std::clamp<int64_t>(kAtOnce / groups, 1, tiles);
+  for (int64_t rounds = 2; ceil_div(tiles, spans) > Memory::kMostTiles; ++rounds) {
+    spans = std::max<int64_t>(rounds * kAtOnce / groups, 1);
+  }
+  const int64_t span = ceil_div(tiles, spans);
   return launch(ctx,
                 "index_score",
-                score_kernel<Act, kTokens>,
-                dim3(extent(ceil_div(all, tiles)), extent(groups)),
-                kThreads,
-                sizeof(Shared<kTokens>),
+                score_kernel<kMany>,
+                dim3(extent(ceil_div(tiles, span)), extent(groups)),
+                Memory::kThreads,
+                sizeof(Memory),
                 s,
-                tiles);
+                static_cast<int>(span) * kTileSlots);
 }
 
 }  // namespace
 
 bool index_scores_support(const IndexProblem& p) {
+  const bool blocks = p.candidates != nullptr || p.candidates_out != nullptr;
   return p.heads == kHeads && p.dim == kIndexMmaDim &&
-         (p.candidates_out == nullptr || p.candidate_block == kCandidateBlock);
+         (!blocks || p.candidate_block == kCandidateBlock);
 }
 
 Status index_scores(const OpContext& ctx, const IndexSplit& s, DType act) {
-  return with_act(act, [&](auto type) {
-    using Act = decltype(type);
-    return s.group == 1 ? run<Act, 1>(ctx, s) : run<Act, kIndexGroup>(ctx, s);
-  });
+  CACHALOT_RETURN_IF_ERROR(with_act(act, [&](auto type) {
+    return launch(ctx,
+                  "index_query",
+                  query_kernel<decltype(type)>,
+                  dim3(extent(s.tokens), kHeads / kQueryWarps),
+                  kQueryWarps * kWarp,
+                  0,
+                  s);
+  }));
+  return s.group == 1 ? run<false>(ctx, s) : run<true>(ctx, s);
 }
 
 }  // namespace cachalot::ops::cuda

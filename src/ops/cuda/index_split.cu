@@ -28,7 +28,7 @@ constexpr int64_t kBlocksWanted = 1056;
 constexpr int kRound = 1024;  // candidates of a finish block between two looks at its buffer
 constexpr int kPerThread = kBins / kThreads;
 constexpr int kFinishRoom = 4096;
-constexpr int64_t kMostTokens = 256;  // of a pass
+constexpr int64_t kMostTokens = 512;  // of a pass
 
 // The bin of the k-th largest score, or 0 if there are no more than k. All threads.
 __device__ int threshold_bin(const int* histogram, int k, int* slots) {
@@ -218,11 +218,22 @@ int64_t entry_slots(const IndexProblem& p, int64_t bound) {
   return p.candidates == nullptr ? bound : int64_t{p.candidate_width} * p.candidate_block;
 }
 
-// Scratch of one token's list, and of its queries in a group.
+// Scratch of one token's list.
 int64_t list_bytes(int64_t slots, int64_t k) {
   return 8 * padded(slots) + 4 * (k + 1) + 8 + 4 * kBins;
 }
-constexpr int64_t kQueryBytes = int64_t{kIndexGroup} * 32 * kIndexMmaDim * 2;
+
+// Tokens that a block scores: whole sequences if several fit. Every token has candidates of its
+// own, so that consumers share nothing; the counts of a source's blocks take the room of half of
+// the tokens.
+int group_tokens(const IndexProblem& p, int64_t tokens, int64_t sequences) {
+  const int64_t mean = tokens / std::max<int64_t>(sequences, 1);
+  if (p.candidates != nullptr || mean < 2) {
+    return 1;
+  }
+  const int64_t most = p.candidates_out == nullptr ? kIndexGroup : kIndexGroup / 2;
+  return static_cast<int>(mean >= most ? most : most / mean * mean);
+}
 
 // The problem of the tokens from `token` on.
 IndexProblem from_token(IndexProblem p, int64_t token, int64_t q_bytes, int64_t w_bytes) {
@@ -252,24 +263,23 @@ Status index_split(OpContext& ctx, const IndexSelectArgs& args) {
   const bool publishes = all.candidates_out != nullptr;
   const int64_t t = args.rows.rows, slots = entry_slots(all, args.entries_bound);
   const int64_t blocks = publishes ? ceil_div(args.entries_bound, all.candidate_block) : 0;
-  const int64_t token_bytes = list_bytes(slots, all.k) + kQueryBytes +
+  const int64_t token_bytes = list_bytes(slots, all.k) + kQueryBytes + 4 * all.heads +
                               (publishes ? list_bytes(blocks, all.candidate_width) : 0);
+  IndexSplit s{.p = all, .group = group_tokens(all, t, args.rows.sequences)};
   // A dozen arrays, each aligned.
   constexpr int64_t kSlack = 12 * 64;
-  int64_t pass = std::min(t, kMostTokens);
-  while (pass > 1 && ctx.scratch != nullptr && !ctx.scratch->fits(pass * token_bytes + kSlack)) {
-    pass = (pass + 1) / 2;
+  int64_t pass = std::min(ceil_div(t, s.group), kMostTokens / s.group) * s.group;
+  while (pass > s.group && ctx.scratch != nullptr &&
+         !ctx.scratch->fits(pass * token_bytes + kSlack)) {
+    pass = ceil_div(pass / s.group, 2) * s.group;
   }
-  // Keys are shared by the tokens of a sequence, but every token has candidates of its own.
-  const bool shares = all.candidates == nullptr && t >= kIndexGroup * args.rows.sequences;
   Scratch scratch(ctx);
-  IndexSplit s{.p = all, .group = shares ? kIndexGroup : 1};
   take(scratch, s.entries, pass, slots, all.k, nullptr);
   if (publishes) {
     take(scratch, s.blocks, pass, blocks, all.candidate_width, nullptr);
   }
-  const int64_t groups = ceil_div(pass, s.group);
-  s.queries = scratch.array<Bf16>(groups * s.group * 32 * kIndexMmaDim);
+  s.queries = scratch.array<uint8_t>(pass * kQueryBytes);
+  s.weights = scratch.array<float>(pass * all.heads);
   CACHALOT_RETURN_IF_ERROR(scratch.status("index_select"));
   for (int64_t first = 0; first < t; first += pass) {
     s.p = from_token(all,

@@ -7,8 +7,9 @@ namespace cachalot::ops::cuda {
 
 constexpr int kBinBits = 12;  // leading bits of a score that the histograms tell apart
 constexpr int kBins = 1 << kBinBits;
-// Tokens whose queries share the unpacked keys of a block, if they are of one sequence.
-constexpr int kIndexGroup = 4;
+// Most tokens of a block of the score kernel; those of one sequence share its unpacked keys.
+constexpr int kIndexGroup = 16;
+constexpr int kQueryBytes = 32 * kIndexMmaDim;  // E4M3 codes of a token's queries
 
 // A list to select from: the entries of a token, or its candidate blocks.
 struct IndexList {
@@ -27,9 +28,10 @@ struct IndexSplit {
   IndexProblem p;
   IndexList entries;
   IndexList blocks;  // bound 0: nothing is published
-  Bf16* queries;     // [T / group, 2 halves, group * HI, 64] swizzled: the B operand of wgmma
+  uint8_t* queries;  // [T, HI, DI] E4M3 codes, swizzled: the B operand of wgmma
+  float* weights;    // [T, HI] head weights times the scales of the queries
   int tokens;
-  int group;  // consecutive tokens that one block scores: kIndexGroup or 1
+  int group;  // consecutive tokens that one block scores
 };
 
 // What a token has to select from.

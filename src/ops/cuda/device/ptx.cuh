@@ -52,6 +52,15 @@ __device__ __forceinline__ void mma_bf16(
 __device__ __forceinline__ void wgmma_fence() {
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }
+// The same, and the compiler moves no write of `a` behind it.
+template <int kCount>
+__device__ __forceinline__ void wgmma_fence(uint32_t (&a)[kCount][4]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    asm volatile("" : "+r"(a[i][0]), "+r"(a[i][1]), "+r"(a[i][2]), "+r"(a[i][3])::"memory");
+  }
+  wgmma_fence();
+}
 __device__ __forceinline__ void wgmma_commit() {
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
@@ -117,6 +126,43 @@ __device__ __forceinline__ void wgmma_bf16(float (&d)[16][4], const uint32_t (&a
       "}, {%64, %65, %66, %67}, %68, 1, 1, 1, 0;"
       : CACHALOT_ACC4(0), CACHALOT_ACC4(4), CACHALOT_ACC4(8), CACHALOT_ACC4(12)
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
+
+// The same for FP8 operands, E4M3 by E4M3, with K in steps of 32: d += a b, or d = a b if not kAdd.
+// Registers a0 and a1 hold rows g and g + 8 of columns 4t to 4t + 3, a2 and a3 those of columns
+// 4t + 16 to 4t + 19; B has rows of 128 elements (128 bytes) and 32 bytes for every 32 of K. A step
+// aligns its 32 products and the sum so far to the largest of them and keeps about 13 bits behind
+// that one's leading bit.
+template <bool kAdd>
+__device__ __forceinline__ void wgmma_fp8(float (&d)[4][4], const uint32_t (&a)[4], uint64_t b) {
+  asm volatile(
+      "wgmma.mma_async.sync.aligned.m64n32k32.f32.e4m3.e4m3 {"
+      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
+      "}, {%16, %17, %18, %19}, %20, %21, 1, 1;"
+      : CACHALOT_ACC4(0)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(kAdd ? 1 : 0));
+}
+template <bool kAdd>
+__device__ __forceinline__ void wgmma_fp8(float (&d)[8][4], const uint32_t (&a)[4], uint64_t b) {
+  asm volatile(
+      "wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 {"
+      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+      "}, {%32, %33, %34, %35}, %36, %37, 1, 1;"
+      : CACHALOT_ACC4(0), CACHALOT_ACC4(4)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(kAdd ? 1 : 0));
+}
+template <bool kAdd>
+__device__ __forceinline__ void wgmma_fp8(float (&d)[16][4], const uint32_t (&a)[4], uint64_t b) {
+  asm volatile(
+      "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 {"
+      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+      "}, {%64, %65, %66, %67}, %68, %69, 1, 1;"
+      : CACHALOT_ACC4(0), CACHALOT_ACC4(4), CACHALOT_ACC4(8), CACHALOT_ACC4(12)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(kAdd ? 1 : 0));
 }
 #undef CACHALOT_ACC4
 #undef CACHALOT_ACC
@@ -205,6 +251,14 @@ __device__ __forceinline__ void copy_bulk(void* to,
       "r"(bytes),
       "r"(shared_address(barrier))
       : "memory");
+}
+
+// Bytes of (a, b), numbered from the low byte of a, picked by the low four nibbles of `select`,
+// whose top bits must be 0.
+__device__ __forceinline__ uint32_t pick_bytes(uint32_t a, uint32_t b, uint32_t select) {
+  uint32_t d;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(select));
+  return d;
 }
 
 // Products of BF16 pairs; subnormals are kept.

@@ -17,7 +17,7 @@ namespace cachalot::ops::cuda {
 // Orders floats as unsigned integers; -0 equals +0.
 __device__ __forceinline__ uint32_t ordered_bits(float score) {
   const uint32_t bits = __float_as_uint(score + 0.0f);
-  return (bits & 0x80000000u) != 0 ? ~bits : bits | 0x80000000u;
+  return bits ^ (static_cast<uint32_t>(static_cast<int32_t>(bits) >> 31) | 0x80000000u);
 }
 constexpr uint32_t kOrderedMinusInfinity = 0x007FFFFFu;
 __device__ __forceinline__ float from_ordered_bits(uint32_t ordered) {
