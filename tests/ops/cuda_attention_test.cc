@@ -543,6 +543,78 @@ TEST_F(CudaAttention, IndexSelectSharesKeys) {
       std::equal(ints(a.candidates), ints(a.candidates) + kRows * kBlocks, ints(b.candidates)));
 }
 
+// The tensor core aligns the 32 products of a step and the sum so far to the largest of them and
+// keeps 13 bits behind that one's leading bit: each of the 33 loses less than 2^-13 of it. So a
+// score is off by at most the weighted sum of that over steps and heads, plus the roundings of the
+// FP32 sum of the heads. The blocks of a row differ by less than 2^14 in scale, which E4M3 holds
+// exactly.
+TEST_F(CudaAttention, IndexSelectMargin) {
+  constexpr int64_t kHeads = 32, kDim = 128, kStart = 1200, kTopK = 100;
+  Random random(16);
+  IndexInput in(random, {{.start = kStart, .rows = 7}}, DType::kF32, kHeads, kDim, 1300, 1);
+  const auto spread = [&](std::vector<float> rows) {
+    for (size_t block = 0; block < rows.size() / 32; ++block) {
+      const int shift = static_cast<int>(random.integer(0, 8));
+      for (size_t i = 0; i < 32; ++i) {
+        rows[block * 32 + i] = std::ldexp(rows[block * 32 + i], -shift);
+      }
+    }
+    return rows;
+  };
+  for (int64_t i = 0; i < in.rope.shape.elements(); ++i) {
+    in.rope.set(i, i % 2 == 0 ? 1.0f : 0.0f);  // no rotation
+  }
+  const std::vector<float> queries = spread(in.q.floats()), weights = in.w.floats();
+  for (size_t i = 0; i < queries.size(); ++i) {
+    in.q.set(static_cast<int64_t>(i), queries[i]);
+  }
+  const int64_t t = in.step.count();
+  std::vector<float> keys(static_cast<size_t>((kStart + t) * kDim));
+  for (int64_t e = 0; e < kStart + t; ++e) {
+    uint8_t* row = in.pages.views()[0].row(e);
+    quant::index_row_encode(
+        spread(random.normals(DType::kF32, {kDim}, 0.5).floats()).data(), kDim, row);
+    quant::index_row_decode(row, kDim, keys.data() + e * kDim);
+  }
+  Side side(Side::Kind::kCuda);
+  const IndexOutput out = run_index(side, in, kTopK, 0, 0, nullptr, 1300);
+  for (int64_t row = 0; row < t; ++row) {
+    const int32_t* picked = ints(out.selected) + row * kTopK;
+    double least_picked = INFINITY, most_left = -INFINITY, tolerance = 0;
+    for (int64_t e = 0; e <= kStart + row; ++e) {
+      const float* k = keys.data() + e * kDim;
+      double score = 0, error = 0;
+      for (int64_t h = 0; h < kHeads; ++h) {
+        float q[kDim];
+        uint8_t codes[quant::index_row_bytes(kDim)];
+        quant::index_row_encode(queries.data() + (row * kHeads + h) * kDim, kDim, codes);
+        quant::index_row_decode(codes, kDim, q);
+        double dot = 0, lost = 0;
+        for (int64_t step = 0; step < 4; ++step) {
+          double largest = std::abs(dot);
+          for (int64_t i = 0; i < 32; ++i) {
+            const int64_t column = i / 8 * 32 + step * 8 + i % 8;
+            const double product = static_cast<double>(q[column]) * k[column];
+            largest = std::max(largest, std::abs(product));
+            dot += product;
+          }
+          lost += 33 * std::ldexp(largest, -13);
+        }
+        const double w = weights[static_cast<size_t>(row * kHeads + h)];
+        score += w * std::max(dot, 0.0);
+        error += std::abs(w) * (lost + std::ldexp(std::abs(dot), -18));
+      }
+      tolerance = std::max(tolerance, error);
+      if (std::find(picked, picked + kTopK, static_cast<int32_t>(e)) != picked + kTopK) {
+        least_picked = std::min(least_picked, score);
+      } else {
+        most_left = std::max(most_left, score);
+      }
+    }
+    EXPECT_GE(least_picked, most_left - 2 * tolerance) << row;
+  }
+}
+
 // equal scores are decided by the entry, and narrow distributions overflow nothing.
 TEST_F(CudaAttention, IndexSelectTies) {
   Random random(12);
