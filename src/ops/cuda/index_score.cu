@@ -255,6 +255,18 @@ __device__ void copy_tiles(
   });
 }
 
+// The operand `pieces` of 16 bytes behind another in the same 256 KiB of shared memory.
+__device__ __forceinline__ uint64_t operand_at(uint64_t operand, int pieces) {
+  const uint32_t low = static_cast<uint32_t>(operand) + static_cast<uint32_t>(pieces);
+  return operand >> 32 << 32 | low;
+}
+
+// Keeps the compiler from computing `pointer` again at every use.
+__device__ __forceinline__ uint32_t* keep(uint32_t* pointer) {
+  asm("" : "+l"(pointer));
+  return pointer;
+}
+
 // A lane's two rows of a tile, 32 codes each, as operand A, and what their finished sums need.
 struct Keys {
   uint32_t a[4][4];
@@ -262,7 +274,7 @@ struct Keys {
 
   template <class Memory>
   __device__ __forceinline__ void load(const Memory& shared,
-                                       int stage,
+                                       uint32_t stage,
                                        const Lane& lane,
                                        float scale) {
     const int first = static_cast<int>(threadIdx.x) / kWarp % 4 * 16 + lane.g;
@@ -321,7 +333,7 @@ struct Sums {
     wgmma_fp8<false>(acc, keys.a[0], query);
 #pragma unroll
     for (int i = 1; i < 4; ++i) {
-      wgmma_fp8<true>(acc, keys.a[i], query + static_cast<uint64_t>(i * 2));
+      wgmma_fp8<true>(acc, keys.a[i], operand_at(query, i * 2));
     }
     wgmma_commit();
     wgmma_wait<0>();
@@ -370,6 +382,12 @@ struct Sums {
   }
 };
 
+// Counts a score among the 16-bit counts of its bin and the next or the last one.
+__device__ __forceinline__ void count_score(uint32_t* counts, uint32_t bits) {
+  const uint32_t bin = bits >> (32 - kBinBits);
+  atomicAdd(&counts[bin / 2], bin % 2 == 0 ? 1u : 0x10000u);
+}
+
 // A warpgroup: scores of its tiles of the span.
 template <class Memory>
 __device__ void score_tiles(
@@ -380,19 +398,19 @@ __device__ void score_tiles(
   const uint64_t query = wgmma_operand(shared.query[0]);
   const float scale = s.p.scale * kLate;
   const bool publishes = s.blocks.bound > 0;
-  uint32_t* scores = s.entries.scores + int64_t{first} * s.entries.bound;
+  const bool restricted = !Memory::kShares && s.p.candidates != nullptr;
+  uint32_t* scores = keep(s.entries.scores + int64_t{first} * s.entries.bound);
   uint32_t* block_scores = s.blocks.scores + int64_t{first} * s.blocks.bound;
   int before = 0;  // tiles of earlier runs
   barrier_wait(&shared.queries_arrived, 0);
   for_each_run(shared, tokens, begin, span, [&](int from, int to, int, int tiles) {
     constexpr int kGroups = Memory::kWarpgroups;
     for (int j = (warpgroup - before % kGroups + kGroups) % kGroups; j < tiles; j += kGroups) {
-      const int n = before + j, stage = n % Memory::kStages;
-      barrier_wait(&shared.full[stage], n / Memory::kStages % 2);
+      const auto n = static_cast<uint32_t>(before + j), stage = n % Memory::kStages;
+      barrier_wait(&shared.full[stage], static_cast<int>(n / Memory::kStages % 2));
       Keys keys;
       keys.load(shared, stage, lane, scale);
       int entry[2] = {0, 0};
-      const bool restricted = !Memory::kShares && s.p.candidates != nullptr;
       if (restricted) {
         entry[0] = shared.entry[stage][2 * warp];
         entry[1] = shared.entry[stage][2 * warp + 1];
@@ -406,7 +424,7 @@ __device__ void score_tiles(
       const auto score = [&]<int kCount>(int m) {
         Sums<kCount> sums;
         sums.compute(keys,
-                     query + static_cast<uint64_t>(m * (kQueryBytes / 16)),
+                     operand_at(query, m * (kQueryBytes / 16)),
                      &shared.weight[m][lane.t * 8],
                      lane);
         const int own = m + (Memory::kTokens == 1 ? 0 : Sums<kCount>::token(lane));
@@ -415,23 +433,19 @@ __device__ void score_tiles(
         for (int i = 0; i < Sums<kCount>::kRows; ++i) {
           const int half = Sums<kCount>::half(lane, i), slot = row_slot + 8 * half;
           const bool listed = slot < limit;
-          // Slots without an entry score lowest of all, below every bin that can be chosen.
-          bool present = listed;
+          uint32_t bits =
+              ordered_bits(sums.value[i] * (half == 0 ? keys.factor[0] : keys.factor[1]));
           if (restricted) {
+            // Slots without an entry score lowest of all, below every bin that can be chosen.
             const int block = half == 0 ? entry[0] : entry[1];
-            present = listed && block >= 0 && block + lane.g < shared.visible[own];
+            bits = block >= 0 && block + lane.g < shared.visible[own] ? bits : 0;
           }
-          const float factor = half == 0 ? keys.factor[0] : keys.factor[1];
-          const uint32_t bits = present ? ordered_bits(sums.value[i] * factor) : 0;
           if (listed) {
-            scores[own * s.entries.bound + slot] = bits;
-            if (bits > kOrderedMinusInfinity) {
-              const uint32_t bin = bits >> (32 - kBinBits);
-              atomicAdd(&shared.count[own][bin / 2], bin % 2 == 0 ? 1u : 0x10000u);
-            }
+            scores[static_cast<uint32_t>(own * s.entries.bound + slot)] = bits;
+            count_score(shared.count[own], bits);
           }
           if (publishes) {
-            uint32_t best = bits;
+            uint32_t best = listed ? bits : 0;
 #pragma unroll
             for (int step = 4; step < 32; step *= 2) {
               best = max(best, __shfl_xor_sync(kAllLanes, best, step));
@@ -439,17 +453,14 @@ __device__ void score_tiles(
             if (listed && lane.g == 0) {
               const int id = slot / kCandidateBlock;
               best = id == shared.blocks[own] - 1 ? 0xFFFFFFFFu : best;  // the newest entry's block
-              block_scores[own * s.blocks.bound + id] = best;
-              if (best > kOrderedMinusInfinity) {
-                const uint32_t bin = best >> (32 - kBinBits);
-                atomicAdd(&shared.count[s.group + own][bin / 2], bin % 2 == 0 ? 1u : 0x10000u);
-              }
+              block_scores[static_cast<uint32_t>(own * s.blocks.bound + id)] = best;
+              count_score(shared.count[s.group + own], best);
             }
           }
         }
       };
       int m = from;
-      if constexpr (Memory::kTokens > 1) {
+      if constexpr (Memory::kShares) {
         for (; to - m >= 4; m += 4) {
           score.template operator()<4>(m);
         }
