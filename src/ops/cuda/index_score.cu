@@ -41,36 +41,35 @@ constexpr int kKeyBytes = 68;
 constexpr int kTileBytes = kTileSlots * kKeyBytes;
 constexpr int kCandidateBlock = 8;  // entries
 constexpr int kMultiprocessors = 132;
-constexpr int kShifts = 20;   // binades from which on a block's codes vanish beside the largest
-constexpr int kHeadroom = 6;  // 6 * 2^6 is below E4M3's 448
+constexpr int kWarpgroups = 4;   // of a block
+constexpr int kMostTiles = 256;  // of a block; counts have 16 bits
+constexpr int kShifts = 20;      // binades from which on a block's codes vanish beside the largest
+constexpr int kHeadroom = 6;     // 6 * 2^6 is below E4M3's 448
 // Of both operands, and of relu(x) = (x + |x|) / 2.
 constexpr float kLate = 0x1.0p-13f;
 
 // One token per block, or many that share keys.
 template <bool kMany>
 struct Shared {
-  static constexpr int kWarpgroups = 3;
-  static constexpr int kThreads = (kWarpgroups + 1) * 128;  // the last warpgroup copies
-  static constexpr int kBlocks = kMany ? 1 : 2;             // of a multiprocessor
+  static constexpr int kThreads = kWarpgroups * 128;
+  static constexpr int kBlocks = kMany ? 1 : 2;  // of a multiprocessor
   static constexpr bool kShares = kMany;
   static constexpr int kTokens = kMany ? kIndexGroup : 1;
-  static constexpr int kStages = kMany ? 4 : 16;
-  static constexpr int kMostTiles = kMany ? 256 : 64;  // of a block; counts have 16 bits
+  static constexpr int kStages = kMany ? 2 : 4;  // tiles of a warpgroup
   static constexpr int kHistograms = kMany ? kIndexGroup : 2;
 
   uint8_t query[kTokens][kQueryBytes];  // 1024-byte aligned
-  uint8_t rows[kStages][kTileBytes];
+  uint8_t rows[kWarpgroups][kStages][kTileBytes];
   uint32_t count[kHistograms][kBins / 2];  // two 16-bit counts each
   float weight[kTokens][kHeads];
-  uint2 table[kShifts];                              // E4M3 bytes of the eight magnitudes
-  int entry[kStages][kTileSlots / kCandidateBlock];  // first of a candidate block, or -1
+  uint2 table[kShifts];  // E4M3 bytes of the eight magnitudes
+  int entry[kWarpgroups][kStages][kTileSlots / kCandidateBlock];  // first of a block, or -1
   int sequence[kTokens];
   int slots[kTokens];  // 0 if nothing is scored
   int visible[kTokens];
   int blocks[kTokens];
   uint64_t queries_arrived;
-  uint64_t full[kStages];
-  uint64_t empty[kStages];
+  uint64_t arrived[kWarpgroups][kStages];
 };
 
 // The scale of a block `shift` binades below its row's largest one, as 2^(headroom - shift).
@@ -142,8 +141,8 @@ __global__ void __launch_bounds__(kQueryWarps* kWarp)
   }
 }
 
-// Calls body(from, to, slots, tiles) for the tokens [from, to) of one sequence that have something
-// to score in this block's span.
+// Calls body(from, to, slots, end) for the tokens [from, to) of one sequence that have something to
+// score in this block's span, tiles from `begin` to before `end`.
 template <class Memory, class Body>
 __device__ __forceinline__ void for_each_run(
     const Memory& shared, int tokens, int begin, int span, Body&& body) {
@@ -156,7 +155,7 @@ __device__ __forceinline__ void for_each_run(
       slots = max(slots, shared.slots[to]);
     }
     if (slots > begin) {
-      body(from, to, slots, (min(slots - begin, span) + kTileSlots - 1) / kTileSlots);
+      body(from, to, slots, min(slots, begin + span));
     }
   }
 }
@@ -173,87 +172,90 @@ __device__ __forceinline__ int contiguous_slots(const IndexProblem& p, const Pag
   return pages.page_rows % kCandidateBlock == 0 ? kCandidateBlock : kRun;
 }
 
-// Slots whose entries follow each other.
-struct Run {
-  int entry;            // of the first slot
-  int count;            // slots that have an entry; 0: none is copied
-  const uint8_t* from;  // row of the first one
-};
-__device__ __forceinline__ Run find_run(const IndexProblem& p,
-                                        int64_t token,
-                                        const PagedRows& pages,
-                                        int visible,
-                                        int slot,
-                                        int slots) {
-  Run run{.entry = slot_entry(p, token, slot, visible), .count = 0, .from = nullptr};
-  if (run.entry >= 0) {
-    run.count = min(slots, visible - run.entry);
-    const auto page_rows = static_cast<uint32_t>(pages.page_rows);
-    const uint32_t page = static_cast<uint32_t>(run.entry) / page_rows;
-    run.from = pages.pages[page] + (static_cast<uint32_t>(run.entry) - page * page_rows) *
-                                       static_cast<uint32_t>(pages.row_bytes);
-  }
-  return run;
-}
+// The rows of one sequence, as a copying lane sees them: it has one run of every tile.
+struct Rows {
+  const IndexProblem& p;
+  const PagedRows pages;
+  int64_t token;  // whose candidates restrict the slots
+  int slots;
+  int visible;
+  int contiguous;  // contiguous_slots()
+  int run_slots;
+  int place;  // first slot of the lane's run in a tile, or kTileSlots
 
-// The copying warp: brings the rows of all tiles of the span to the ring.
-template <class Memory>
-__device__ void copy_tiles(
-    const IndexSplit& s, Memory& shared, int first, int tokens, int begin, int span) {
-  const IndexProblem& p = s.p;
-  const int lane = static_cast<int>(threadIdx.x) % kWarp;
-  int n = 0;  // tiles so far
-  for_each_run(shared, tokens, begin, span, [&](int from, int to, int slots, int tiles) {
-    const PagedRows pages = p.index[shared.sequence[from]];
-    int visible = 0;
-    for (int i = from; i < to; ++i) {
-      visible = max(visible, shared.visible[i]);
+  __device__ __forceinline__
+  Rows(const IndexProblem& problem, int sequence, int64_t first_token, int slot_count, int limit)
+      : p(problem),
+        pages(problem.index[sequence]),
+        token(first_token),
+        slots(slot_count),
+        visible(limit),
+        contiguous(contiguous_slots(problem, pages)),
+        run_slots(contiguous > 0 ? contiguous : kRun),
+        place(min(static_cast<int>(threadIdx.x) % kWarp * run_slots, kTileSlots)) {}
+
+  // The candidate block of the run of the tile at slot `tile`, or 0.
+  __device__ __forceinline__ int block(int tile) const {
+    const int slot = tile + place;
+    return p.candidates != nullptr && slot < slots
+               ? p.candidates[token * p.candidate_width + slot / kCandidateBlock]
+               : 0;
+  }
+};
+
+// Slots whose entries follow each other. `page` is only loaded here, so that nobody waits for it.
+struct Run {
+  int entry = -1;       // of the first slot, or -1
+  int count = 0;        // slots that have an entry; 0: none is copied
+  uint32_t offset = 0;  // of the first row in its page
+  const uint8_t* page = nullptr;
+
+  __device__ __forceinline__ void find(const Rows& rows, int tile, int block) {
+    const int slot = tile + rows.place;
+    entry = rows.p.candidates == nullptr ? slot : block * kCandidateBlock + slot % kCandidateBlock;
+    count = rows.place < kTileSlots && slot < rows.slots && block >= 0
+                ? min(rows.run_slots, rows.visible - entry)
+                : 0;
+    if (count <= 0) {
+      entry = -1;
+      count = 0;
+      return;
     }
-    const int contiguous = contiguous_slots(p, pages);
-    const int run_slots = contiguous > 0 ? contiguous : kRun;
-    const int tile_runs = kTileSlots / run_slots, batch = kWarp / tile_runs;
-    const auto find = [&](int j) {
-      const int slot = begin + j * kTileSlots + lane * run_slots;
-      return j < tiles && slot < slots ? find_run(p, first + from, pages, visible, slot, run_slots)
-                                       : Run{.entry = -1, .count = 0, .from = nullptr};
-    };
-    Run next = find(0);
-    for (int j = 0; j < tiles; j += batch) {
-      const Run run = next;
-      next = find(j + batch);
-      for (int i = 0; i < min(batch, tiles - j); ++i, ++n) {
-        const int stage = n % Memory::kStages;
-        if (n >= Memory::kStages) {
-          barrier_wait(&shared.empty[stage], (n / Memory::kStages - 1) % 2);
-        }
-        const bool own = lane / tile_runs == i;
-        const int place = lane % tile_runs * run_slots;
-        uint8_t* to_row = shared.rows[stage] + place * kKeyBytes;
-        if (own && place % kCandidateBlock == 0 && p.candidates != nullptr) {
-          shared.entry[stage][place / kCandidateBlock] = run.entry;
-        }
-        const bool copies = own && run.count > 0;
-        if (contiguous == 0 && copies) {
-          for (int w = 0; w < run.count * (kKeyBytes / 4); ++w) {
-            const int row = w / (kKeyBytes / 4), word = w % (kKeyBytes / 4);
-            reinterpret_cast<uint32_t*>(to_row)[w] =
-                reinterpret_cast<const uint32_t*>(pages.row(run.entry + row))[word];
-          }
-        }
-        const int bytes =
-            contiguous == 0 ? 0 : __popc(__ballot_sync(kAllLanes, copies)) * run_slots * kKeyBytes;
-        __syncwarp();
-        if (lane == 0) {
-          barrier_arrive_expect(&shared.full[stage], bytes);
-        }
-        __syncwarp();
-        if (contiguous > 0 && copies) {
-          copy_bulk(to_row, run.from, run_slots * kKeyBytes, &shared.full[stage]);
-        }
+    const auto page_rows = static_cast<uint32_t>(rows.pages.page_rows);
+    const uint32_t index = static_cast<uint32_t>(entry) / page_rows;
+    page = rows.pages.pages[index];
+    offset = (static_cast<uint32_t>(entry) - index * page_rows) * uint32_t{kKeyBytes};
+  }
+
+  // A warp: its lanes' runs of a tile go to shared memory.
+  __device__ __forceinline__ void copy(const Rows& rows,
+                                       uint8_t* tile,
+                                       int* entries,
+                                       uint64_t* arrived) const {
+    uint8_t* to = tile + rows.place * kKeyBytes;
+    if (rows.p.candidates != nullptr && rows.place < kTileSlots &&
+        rows.place % kCandidateBlock == 0) {
+      entries[rows.place / kCandidateBlock] = entry;
+    }
+    if (rows.contiguous == 0) {
+      for (int i = 0; i < count * (kKeyBytes / 4); ++i) {
+        const int row = i / (kKeyBytes / 4), word = i % (kKeyBytes / 4);
+        reinterpret_cast<uint32_t*>(to)[i] =
+            reinterpret_cast<const uint32_t*>(rows.pages.row(entry + row))[word];
       }
     }
-  });
-}
+    const int bytes = rows.contiguous * kKeyBytes;
+    const int runs = __popc(__ballot_sync(kAllLanes, count > 0));
+    __syncwarp();
+    if (threadIdx.x % kWarp == 0) {
+      barrier_arrive_expect(arrived, runs * bytes);
+    }
+    __syncwarp();
+    if (count > 0 && bytes > 0) {
+      copy_bulk(to, page + offset, bytes, arrived);
+    }
+  }
+};
 
 // The operand `pieces` of 16 bytes behind another in the same 256 KiB of shared memory.
 __device__ __forceinline__ uint64_t operand_at(uint64_t operand, int pieces) {
@@ -272,16 +274,14 @@ struct Keys {
   uint32_t a[4][4];
   float factor[2];
 
-  template <class Memory>
-  __device__ __forceinline__ void load(const Memory& shared,
-                                       uint32_t stage,
+  __device__ __forceinline__ void load(const uint8_t* rows,
+                                       const uint2* table,
                                        const Lane& lane,
                                        float scale) {
     const int first = static_cast<int>(threadIdx.x) / kWarp % 4 * 16 + lane.g;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const auto* words =
-          reinterpret_cast<const uint32_t*>(shared.rows[stage] + (first + 8 * r) * kKeyBytes);
+      const auto* words = reinterpret_cast<const uint32_t*>(rows + (first + 8 * r) * kKeyBytes);
       uint32_t codes[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
@@ -291,7 +291,7 @@ struct Keys {
           pick_bytes(words[kIndexMmaDim / 8], 0, static_cast<uint32_t>(0x4440 + lane.t));
       uint32_t most = max(block, __shfl_xor_sync(kAllLanes, block, 1));
       most = max(most, __shfl_xor_sync(kAllLanes, most, 2));
-      const uint2 magnitudes = shared.table[min(most - block, uint32_t{kShifts - 1})];
+      const uint2 magnitudes = table[min(most - block, uint32_t{kShifts - 1})];
       factor[r] = __uint_as_float(most << 23) * scale;
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
@@ -309,34 +309,33 @@ struct Keys {
   }
 };
 
-// Sums of a piece's tokens after reduction over four lanes: lane t has token t % kCount, of both
-// its rows if there are four tokens, else of row g + 8 half().
+// Products of a tile and kCount tokens, and their sums over heads. A lane ends with one sum: token
+// t % 2 and row g + 8 (t / 2) of two tokens; row g + 8 (t % 2) of one token, lanes t and t ^ 2 the
+// same.
 template <int kCount>
-struct Sums {
-  static constexpr int kRows = kCount == 4 ? 2 : 1;
-  float value[kRows];
+struct Piece {
+  static_assert(kCount == 1 || kCount == 2);
+  float acc[kCount * kHeads / 8][4];
 
-  static __device__ __forceinline__ int token(const Lane& lane) { return lane.t % kCount; }
-  static __device__ __forceinline__ int half(const Lane& lane, int i) {
-    return kCount == 4 ? i : kCount == 2 ? lane.t / 2 : lane.t % 2;
+  static __device__ __forceinline__ int token(const Lane& lane) {
+    return kCount == 2 ? lane.t % 2 : 0;
   }
-  // With one token two lanes have the same sum.
-  static __device__ __forceinline__ bool owns(const Lane& lane) { return kCount > 1 || lane.t < 2; }
+  static __device__ __forceinline__ int half(const Lane& lane) {
+    return kCount == 2 ? lane.t / 2 : lane.t % 2;
+  }
 
-  // `query` is the operand of the first token, `weights` are its weights for lane t.
-  __device__ __forceinline__ void compute(Keys& keys,
-                                          uint64_t query,
-                                          const float* weights,
-                                          const Lane& lane) {
-    float acc[kCount * kHeads / 8][4];
-    wgmma_fence(keys.a);
+  // `query` is the operand of the first token.
+  __device__ __forceinline__ void start(const Keys& keys, uint64_t query) {
     wgmma_fp8<false>(acc, keys.a[0], query);
 #pragma unroll
     for (int i = 1; i < 4; ++i) {
       wgmma_fp8<true>(acc, keys.a[i], operand_at(query, i * 2));
     }
     wgmma_commit();
-    wgmma_wait<0>();
+  }
+
+  // `weights` are those of the first token for lane t.
+  __device__ __forceinline__ float sum(const float* weights, const Lane& lane) const {
     float sum[kCount][2];
 #pragma unroll
     for (int m = 0; m < kCount; ++m) {
@@ -359,28 +358,35 @@ struct Sums {
       }
     }
     // Lanes exchange what the other keeps, so that nothing is summed twice.
-    const bool odd = lane.t % 2 == 1, high = lane.t >= 2;
     const auto exchange = [](bool upper, float low_value, float high_value, int step) {
       const float sent = upper ? low_value : high_value;
       return (upper ? high_value : low_value) + __shfl_xor_sync(kAllLanes, sent, step);
     };
-    if constexpr (kCount == 4) {
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        value[r] = exchange(high,
-                            exchange(odd, sum[0][r], sum[1][r], 1),
-                            exchange(odd, sum[2][r], sum[3][r], 1),
-                            2);
-      }
-    } else if constexpr (kCount == 2) {
-      value[0] = exchange(
-          high, exchange(odd, sum[0][0], sum[1][0], 1), exchange(odd, sum[0][1], sum[1][1], 1), 2);
+    const bool odd = lane.t % 2 == 1;
+    if constexpr (kCount == 2) {
+      return exchange(lane.t >= 2,
+                      exchange(odd, sum[0][0], sum[1][0], 1),
+                      exchange(odd, sum[0][1], sum[1][1], 1),
+                      2);
     } else {
       const float row = exchange(odd, sum[0][0], sum[0][1], 1);
-      value[0] = row + __shfl_xor_sync(kAllLanes, row, 2);
+      return row + __shfl_xor_sync(kAllLanes, row, 2);
     }
   }
 };
+
+__device__ __forceinline__ void warpgroup_barrier(int warpgroup) {
+  static_assert(kWarpgroups == 4);
+  if (warpgroup == 0) {
+    asm volatile("bar.sync 1, 128;" ::: "memory");
+  } else if (warpgroup == 1) {
+    asm volatile("bar.sync 2, 128;" ::: "memory");
+  } else if (warpgroup == 2) {
+    asm volatile("bar.sync 3, 128;" ::: "memory");
+  } else {
+    asm volatile("bar.sync 4, 128;" ::: "memory");
+  }
+}
 
 // Counts a score among the 16-bit counts of its bin and the next or the last one.
 __device__ __forceinline__ void count_score(uint32_t* counts, uint32_t bits) {
@@ -392,6 +398,7 @@ __device__ __forceinline__ void count_score(uint32_t* counts, uint32_t bits) {
 template <class Memory>
 __device__ void score_tiles(
     const IndexSplit& s, Memory& shared, int first, int tokens, int begin, int span) {
+  constexpr int kStages = Memory::kStages, kStride = kWarpgroups * kTileSlots;
   const int block_warp = __shfl_sync(kAllLanes, static_cast<int>(threadIdx.x) / kWarp, 0);
   const int warpgroup = block_warp / 4, warp = block_warp % 4;
   const Lane lane;
@@ -402,78 +409,115 @@ __device__ void score_tiles(
   uint32_t* scores = keep(s.entries.scores + int64_t{first} * s.entries.bound);
   uint32_t* block_scores = s.blocks.scores + int64_t{first} * s.blocks.bound;
   int before = 0;  // tiles of earlier runs
+  uint32_t copied = 0, read = 0;
   barrier_wait(&shared.queries_arrived, 0);
-  for_each_run(shared, tokens, begin, span, [&](int from, int to, int, int tiles) {
-    constexpr int kGroups = Memory::kWarpgroups;
-    for (int j = (warpgroup - before % kGroups + kGroups) % kGroups; j < tiles; j += kGroups) {
-      const auto n = static_cast<uint32_t>(before + j), stage = n % Memory::kStages;
-      barrier_wait(&shared.full[stage], static_cast<int>(n / Memory::kStages % 2));
+  for_each_run(shared, tokens, begin, span, [&](int from, int to, int slots, int end) {
+    int visible = 0;
+    for (int i = from; i < to; ++i) {
+      visible = max(visible, shared.visible[i]);
+    }
+    const Rows rows(s.p, shared.sequence[from], first + from, slots, visible);
+    const int start = begin + (warpgroup + before) % kWarpgroups * kTileSlots;
+    Run next;
+    int next_block = 0;
+    const auto copy = [&](int tile) {
+      if (tile < end) {
+        const uint32_t stage = copied % kStages;
+        next.copy(rows,
+                  shared.rows[warpgroup][stage],
+                  shared.entry[warpgroup][stage],
+                  &shared.arrived[warpgroup][stage]);
+        ++copied;
+        next.find(rows, tile + kStride, next_block);
+        next_block = rows.block(tile + 2 * kStride);
+      }
+    };
+    if (warp == 0) {
+      next.find(rows, start, rows.block(start));
+      next_block = rows.block(start + kStride);
+      for (int i = 0; i < kStages; ++i) {
+        copy(start + i * kStride);
+      }
+    }
+    for (int tile = start; tile < end; tile += kStride) {
+      const uint32_t stage = read % kStages;
+      barrier_wait(&shared.arrived[warpgroup][stage], static_cast<int>(read / kStages % 2));
+      ++read;
       Keys keys;
-      keys.load(shared, stage, lane, scale);
+      keys.load(shared.rows[warpgroup][stage], shared.table, lane, scale);
       int entry[2] = {0, 0};
       if (restricted) {
-        entry[0] = shared.entry[stage][2 * warp];
-        entry[1] = shared.entry[stage][2 * warp + 1];
+        entry[0] = shared.entry[warpgroup][stage][2 * warp];
+        entry[1] = shared.entry[warpgroup][stage][2 * warp + 1];
       }
-      __syncwarp();
-      if (threadIdx.x % kWarp == 0) {
-        barrier_arrive(&shared.empty[stage]);
+      warpgroup_barrier(warpgroup);  // all have their keys of this tile: its stage is free
+      if (warp == 0) {
+        copy(tile + kStages * kStride);
       }
-      const int row_slot = begin + j * kTileSlots + warp * 16 + lane.g;
+      const int row_slot = tile + warp * 16 + lane.g;
 
-      const auto score = [&]<int kCount>(int m) {
-        Sums<kCount> sums;
-        sums.compute(keys,
-                     operand_at(query, m * (kQueryBytes / 16)),
-                     &shared.weight[m][lane.t * 8],
-                     lane);
-        const int own = m + (Memory::kTokens == 1 ? 0 : Sums<kCount>::token(lane));
-        const int limit = Sums<kCount>::owns(lane) ? shared.slots[own] : 0;
+      const auto weigh = [&]<int kCount>(const Piece<kCount>& piece, int m) {
+        const float sum = piece.sum(&shared.weight[m][lane.t * 8], lane);
+        const int own = m + Piece<kCount>::token(lane), half = Piece<kCount>::half(lane);
+        const int slot = row_slot + 8 * half;
+        const bool owns = kCount == 1 ? lane.t < 2 : own < to;
+        const bool listed = slot < (owns ? shared.slots[own] : 0);
+        uint32_t bits = ordered_bits(sum * (half == 0 ? keys.factor[0] : keys.factor[1]));
+        if (restricted) {
+          // Slots without an entry score lowest of all, below every bin that can be chosen.
+          const int block = half == 0 ? entry[0] : entry[1];
+          bits = block >= 0 && block + lane.g < shared.visible[own] ? bits : 0;
+        }
+        if (listed) {
+          scores[static_cast<uint32_t>(own * s.entries.bound + slot)] = bits;
+          count_score(shared.count[own], bits);
+        }
+        if (publishes) {
+          uint32_t best = listed ? bits : 0;
 #pragma unroll
-        for (int i = 0; i < Sums<kCount>::kRows; ++i) {
-          const int half = Sums<kCount>::half(lane, i), slot = row_slot + 8 * half;
-          const bool listed = slot < limit;
-          uint32_t bits =
-              ordered_bits(sums.value[i] * (half == 0 ? keys.factor[0] : keys.factor[1]));
-          if (restricted) {
-            // Slots without an entry score lowest of all, below every bin that can be chosen.
-            const int block = half == 0 ? entry[0] : entry[1];
-            bits = block >= 0 && block + lane.g < shared.visible[own] ? bits : 0;
+          for (int step = 4; step < 32; step *= 2) {
+            best = max(best, __shfl_xor_sync(kAllLanes, best, step));
           }
-          if (listed) {
-            scores[static_cast<uint32_t>(own * s.entries.bound + slot)] = bits;
-            count_score(shared.count[own], bits);
-          }
-          if (publishes) {
-            uint32_t best = listed ? bits : 0;
-#pragma unroll
-            for (int step = 4; step < 32; step *= 2) {
-              best = max(best, __shfl_xor_sync(kAllLanes, best, step));
-            }
-            if (listed && lane.g == 0) {
-              const int id = slot / kCandidateBlock;
-              best = id == shared.blocks[own] - 1 ? 0xFFFFFFFFu : best;  // the newest entry's block
-              block_scores[static_cast<uint32_t>(own * s.blocks.bound + id)] = best;
-              count_score(shared.count[s.group + own], best);
-            }
+          if (listed && lane.g == 0) {
+            const int id = slot / kCandidateBlock;
+            best = id == shared.blocks[own] - 1 ? 0xFFFFFFFFu : best;  // the newest entry's block
+            block_scores[static_cast<uint32_t>(own * s.blocks.bound + id)] = best;
+            count_score(shared.count[s.group + own], best);
           }
         }
       };
-      int m = from;
+      wgmma_fence(keys.a);
       if constexpr (Memory::kShares) {
-        for (; to - m >= 4; m += 4) {
-          score.template operator()<4>(m);
+        // Two pieces take turns: one is weighed while the tensor cores work on the other.
+        const auto operand = [&](int m) { return operand_at(query, m * (kQueryBytes / 16)); };
+        Piece<2> even, odd;
+        even.start(keys, operand(from));
+        for (int m = from;; m += 4) {
+          if (m + 2 >= to) {
+            wgmma_wait<0>();
+            weigh(even, m);
+            break;
+          }
+          odd.start(keys, operand(m + 2));
+          wgmma_wait<1>();
+          weigh(even, m);
+          if (m + 4 >= to) {
+            wgmma_wait<0>();
+            weigh(odd, m + 2);
+            break;
+          }
+          even.start(keys, operand(m + 4));
+          wgmma_wait<1>();
+          weigh(odd, m + 2);
         }
-        if (to - m >= 2) {
-          score.template operator()<2>(m);
-          m += 2;
-        }
-      }
-      if (m < to) {
-        score.template operator()<1>(m);
+      } else {
+        Piece<1> piece;
+        piece.start(keys, query);
+        wgmma_wait<0>();
+        weigh(piece, 0);
       }
     }
-    before += tiles;
+    before += (end - begin) / kTileSlots;
   });
 }
 
@@ -498,9 +542,8 @@ __global__ void __launch_bounds__(Shared<kMany>::kThreads, Shared<kMany>::kBlock
     };
     shared.table[thread] = make_uint2(four(0), four(4));
   }
-  if (thread < Memory::kStages) {
-    barrier_init(&shared.full[thread], 1);
-    barrier_init(&shared.empty[thread], 4);
+  if (thread < kWarpgroups * Memory::kStages) {
+    barrier_init(&shared.arrived[0][thread], 1);
   }
   if (thread == 0) {
     barrier_init(&shared.queries_arrived, 1);
@@ -527,19 +570,15 @@ __global__ void __launch_bounds__(Shared<kMany>::kThreads, Shared<kMany>::kBlock
   if (__syncthreads_or(scores ? 1 : 0) == 0) {
     return;
   }
-  if (thread < Memory::kWarpgroups * 128) {
-    score_tiles(s, shared, first, tokens, begin, span);
-  } else if (thread < Memory::kWarpgroups * 128 + kWarp) {
-    if (thread % kWarp == 0) {
-      barrier_arrive_expect(&shared.queries_arrived, tokens * kQueryBytes);
-      copy_bulk(shared.query,
-                s.queries + int64_t{first} * kQueryBytes,
-                tokens * kQueryBytes,
-                &shared.queries_arrived);
-    }
-    __syncwarp();
-    copy_tiles(s, shared, first, tokens, begin, span);
+  if (thread == 0) {
+    barrier_arrive_expect(&shared.queries_arrived, tokens * kQueryBytes);
+    copy_bulk(shared.query,
+              s.queries + int64_t{first} * kQueryBytes,
+              tokens * kQueryBytes,
+              &shared.queries_arrived);
   }
+  __syncwarp();
+  score_tiles(s, shared, first, tokens, begin, span);
   __syncthreads();
   const auto flush = [&](const IndexList& list, const uint32_t* counts) {
     int* histogram = list.histogram + int64_t{first} * kBins;
@@ -568,7 +607,7 @@ Status run(const OpContext& ctx, const IndexSplit& s) {
   // Spans of equal length that fill the device a whole number of times.
   constexpr int64_t kAtOnce = int64_t{kMultiprocessors} * Memory::kBlocks;
   int64_t spans = std::clamp<int64_t>(kAtOnce / groups, 1, tiles);
-  for (int64_t rounds = 2; ceil_div(tiles, spans) > Memory::kMostTiles; ++rounds) {
+  for (int64_t rounds = 2; ceil_div(tiles, spans) > kMostTiles; ++rounds) {
     spans = std::max<int64_t>(rounds * kAtOnce / groups, 1);
   }
   const int64_t span = ceil_div(tiles, spans);

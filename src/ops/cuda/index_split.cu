@@ -231,7 +231,7 @@ int group_tokens(const IndexProblem& p, int64_t tokens, int64_t sequences) {
   if (p.candidates != nullptr || mean < 2) {
     return 1;
   }
-  const int64_t most = p.candidates_out == nullptr ? kIndexGroup : kIndexGroup / 2;
+  const int64_t most = p.candidates_out == nullptr ? kIndexGroup : kIndexGroup / 4 * 2;
   return static_cast<int>(mean >= most ? most : most / mean * mean);
 }
 

@@ -8,7 +8,7 @@ namespace cachalot::ops::cuda {
 constexpr int kBinBits = 12;  // leading bits of a score that the histograms tell apart
 constexpr int kBins = 1 << kBinBits;
 // Most tokens of a block of the score kernel; those of one sequence share its unpacked keys.
-constexpr int kIndexGroup = 16;
+constexpr int kIndexGroup = 14;
 constexpr int kQueryBytes = 32 * kIndexMmaDim;  // E4M3 codes of a token's queries
 
 // A list to select from: the entries of a token, or its candidate blocks.
