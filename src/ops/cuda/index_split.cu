@@ -5,7 +5,7 @@
 //
 // score    index_score.cu: scores as ordered integers -> scratch [T, bound], counts per leading 12
 //          bits -> scratch [T, 4096]
-// collect  block = 4096 or more slots: from the counts, the bin that holds the k-th largest score;
+// collect  block = 2048 or more slots: from the counts, the bin that holds the k-th largest score;
 // slots
 //          above that bin are selected, slots in it become candidates
 // finish   block = one token: the missing ones are the best candidates (exact, device/top_k.cuh);
@@ -23,7 +23,9 @@ namespace cachalot::ops::cuda {
 namespace {
 
 constexpr int kThreads = kIndexThreads;
-constexpr int kCollect = 4096;  // scores of a collect block at least
+constexpr int kCollectStep = 4 * kThreads;  // scores that a collect block looks at together
+constexpr int kLoads = 4;                   // such steps under way
+constexpr int kCollect = 2048;              // scores of a collect block at least
 constexpr int64_t kBlocksWanted = 1056;
 constexpr int kRound = 1024;  // candidates of a finish block between two looks at its buffer
 constexpr int kPerThread = kBins / kThreads;
@@ -92,18 +94,38 @@ __global__ void __launch_bounds__(kThreads)
     return;
   }
   const int bin = threshold_bin(list.histogram + token * kBins, list.k, slots);
-  const uint32_t* scores = list.scores + token * list.bound;
+  const auto* scores = reinterpret_cast<const uint4*>(list.scores + token * list.bound);
   int* counters = list.counters + 2 * token;
-  for (int i = begin + static_cast<int>(threadIdx.x); i < end; i += kThreads) {
-    const uint32_t score = scores[i];
-    const int at = static_cast<int>(score >> (32 - kBinBits));
-    if (score <= kOrderedMinusInfinity || at < bin) {
-      continue;
+  const uint32_t least =
+      max(static_cast<uint32_t>(bin) << (32 - kBinBits), kOrderedMinusInfinity + 1);
+  const auto take = [&](uint32_t score, int slot) {
+    if (score < least || slot >= end) {
+      return;
     }
-    if (at > bin) {
-      list.found[token * list.k + atomicAdd(&counters[0], 1)] = i;
+    if (static_cast<int>(score >> (32 - kBinBits)) > bin) {
+      list.found[token * list.k + atomicAdd(&counters[0], 1)] = slot;
     } else {
-      list.ties[token * list.bound + atomicAdd(&counters[1], 1)] = i;
+      list.ties[token * list.bound + atomicAdd(&counters[1], 1)] = slot;
+    }
+  };
+  // Few scores are taken, so four are looked at together and several fours are under way.
+  for (int i = begin + 4 * static_cast<int>(threadIdx.x); i < end; i += kLoads * kCollectStep) {
+    uint4 four[kLoads];
+#pragma unroll
+    for (int j = 0; j < kLoads; ++j) {
+      const int slot = i + j * kCollectStep;
+      four[j] = slot < end ? scores[slot / 4] : make_uint4(0, 0, 0, 0);
+    }
+#pragma unroll
+    for (int j = 0; j < kLoads; ++j) {
+      const uint4& v = four[j];
+      if (max(max(v.x, v.y), max(v.z, v.w)) >= least) {
+        const int slot = i + j * kCollectStep;
+        take(v.x, slot);
+        take(v.y, slot + 1);
+        take(v.z, slot + 2);
+        take(v.w, slot + 3);
+      }
     }
   }
 }
@@ -193,8 +215,8 @@ Status run_pass(const OpContext& ctx, const IndexSplit& s, DType act) {
   const bool publishes = s.blocks.bound > 0;
   CACHALOT_RETURN_IF_ERROR(index_scores(ctx, s, act));
   // Every block reads the counts, so a block is no smaller than fills the device.
-  const auto share = static_cast<int>(
-      std::max<int64_t>(kCollect, int64_t{s.entries.bound} * s.tokens / kBlocksWanted));
+  const auto share =
+      padded(std::max<int64_t>(kCollect, int64_t{s.entries.bound} * s.tokens / kBlocksWanted));
   CACHALOT_RETURN_IF_ERROR(
       launch(ctx,
              "index_collect",
