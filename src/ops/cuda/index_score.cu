@@ -172,7 +172,8 @@ __device__ __forceinline__ int contiguous_slots(const IndexProblem& p, const Pag
   return pages.page_rows % kCandidateBlock == 0 ? kCandidateBlock : kRun;
 }
 
-// The rows of one sequence, as a copying lane sees them: it has one run of every tile.
+// The rows of one sequence, as the lanes of a copying warp see them. They look up a batch of tiles
+// together, a run per lane.
 struct Rows {
   const IndexProblem& p;
   const PagedRows pages;
@@ -181,7 +182,9 @@ struct Rows {
   int visible;
   int contiguous;  // contiguous_slots()
   int run_slots;
-  int place;  // first slot of the lane's run in a tile, or kTileSlots
+  int batch;  // tiles
+  int turn;   // the lane's tile in a batch
+  int place;  // first slot of the lane's run in its tile
 
   __device__ __forceinline__
   Rows(const IndexProblem& problem, int sequence, int64_t first_token, int slot_count, int limit)
@@ -192,13 +195,20 @@ struct Rows {
         visible(limit),
         contiguous(contiguous_slots(problem, pages)),
         run_slots(contiguous > 0 ? contiguous : kRun),
-        place(min(static_cast<int>(threadIdx.x) % kWarp * run_slots, kTileSlots)) {}
+        batch(kWarp * run_slots / kTileSlots) {
+    const int first = static_cast<int>(threadIdx.x) % kWarp * run_slots;
+    turn = first / kTileSlots;
+    place = first % kTileSlots;
+  }
 
-  // The candidate block of the run of the tile at slot `tile`, or 0.
+  // Slot of the lane's run in a batch that begins at slot `tile`.
+  __device__ __forceinline__ int slot(int tile) const {
+    return tile + turn * (kWarpgroups * kTileSlots) + place;
+  }
+  // Its candidate block, or 0.
   __device__ __forceinline__ int block(int tile) const {
-    const int slot = tile + place;
-    return p.candidates != nullptr && slot < slots
-               ? p.candidates[token * p.candidate_width + slot / kCandidateBlock]
+    return p.candidates != nullptr && slot(tile) < slots
+               ? p.candidates[token * p.candidate_width + slot(tile) / kCandidateBlock]
                : 0;
   }
 };
@@ -211,11 +221,9 @@ struct Run {
   const uint8_t* page = nullptr;
 
   __device__ __forceinline__ void find(const Rows& rows, int tile, int block) {
-    const int slot = tile + rows.place;
+    const int slot = rows.slot(tile);
     entry = rows.p.candidates == nullptr ? slot : block * kCandidateBlock + slot % kCandidateBlock;
-    count = rows.place < kTileSlots && slot < rows.slots && block >= 0
-                ? min(rows.run_slots, rows.visible - entry)
-                : 0;
+    count = slot < rows.slots && block >= 0 ? min(rows.run_slots, rows.visible - entry) : 0;
     if (count <= 0) {
       entry = -1;
       count = 0;
@@ -227,17 +235,16 @@ struct Run {
     offset = (static_cast<uint32_t>(entry) - index * page_rows) * uint32_t{kKeyBytes};
   }
 
-  // A warp: its lanes' runs of a tile go to shared memory.
-  __device__ __forceinline__ void copy(const Rows& rows,
-                                       uint8_t* tile,
-                                       int* entries,
-                                       uint64_t* arrived) const {
+  // A warp: the runs of tile `turn` of the batch go to shared memory.
+  __device__ __forceinline__ void copy(
+      const Rows& rows, int turn, uint8_t* tile, int* entries, uint64_t* arrived) const {
     uint8_t* to = tile + rows.place * kKeyBytes;
-    if (rows.p.candidates != nullptr && rows.place < kTileSlots &&
-        rows.place % kCandidateBlock == 0) {
+    const bool own = rows.turn == turn;
+    if (own && rows.p.candidates != nullptr && rows.place % kCandidateBlock == 0) {
       entries[rows.place / kCandidateBlock] = entry;
     }
-    if (rows.contiguous == 0) {
+    const bool copies = own && count > 0;
+    if (copies && rows.contiguous == 0) {
       for (int i = 0; i < count * (kKeyBytes / 4); ++i) {
         const int row = i / (kKeyBytes / 4), word = i % (kKeyBytes / 4);
         reinterpret_cast<uint32_t*>(to)[i] =
@@ -245,13 +252,13 @@ struct Run {
       }
     }
     const int bytes = rows.contiguous * kKeyBytes;
-    const int runs = __popc(__ballot_sync(kAllLanes, count > 0));
+    const int runs = __popc(__ballot_sync(kAllLanes, copies));
     __syncwarp();
     if (threadIdx.x % kWarp == 0) {
       barrier_arrive_expect(arrived, runs * bytes);
     }
     __syncwarp();
-    if (count > 0 && bytes > 0) {
+    if (copies && bytes > 0) {
       copy_bulk(to, page + offset, bytes, arrived);
     }
   }
@@ -263,9 +270,10 @@ __device__ __forceinline__ uint64_t operand_at(uint64_t operand, int pieces) {
   return operand >> 32 << 32 | low;
 }
 
-// Keeps the compiler from computing `pointer` again at every use.
+// Keeps the compiler from computing a pointer to global memory again at every use.
 __device__ __forceinline__ uint32_t* keep(uint32_t* pointer) {
   asm("" : "+l"(pointer));
+  __builtin_assume(__isGlobal(pointer));
   return pointer;
 }
 
@@ -418,23 +426,31 @@ __device__ void score_tiles(
     }
     const Rows rows(s.p, shared.sequence[from], first + from, slots, visible);
     const int start = begin + (warpgroup + before) % kWarpgroups * kTileSlots;
-    Run next;
-    int next_block = 0;
+    // The first warp: the runs of the batch whose tiles are copied now, and blocks of the next one.
+    Run run;
+    int block = 0, turn = 0;
+    const auto find = [&](int tile) {
+      run.find(rows, tile, block);
+      block = rows.block(tile + rows.batch * kStride);
+    };
     const auto copy = [&](int tile) {
       if (tile < end) {
         const uint32_t stage = copied % kStages;
-        next.copy(rows,
-                  shared.rows[warpgroup][stage],
-                  shared.entry[warpgroup][stage],
-                  &shared.arrived[warpgroup][stage]);
+        run.copy(rows,
+                 turn,
+                 shared.rows[warpgroup][stage],
+                 shared.entry[warpgroup][stage],
+                 &shared.arrived[warpgroup][stage]);
         ++copied;
-        next.find(rows, tile + kStride, next_block);
-        next_block = rows.block(tile + 2 * kStride);
+        if (++turn == rows.batch) {
+          turn = 0;
+          find(tile + kStride);
+        }
       }
     };
     if (warp == 0) {
-      next.find(rows, start, rows.block(start));
-      next_block = rows.block(start + kStride);
+      block = rows.block(start);
+      find(start);
       for (int i = 0; i < kStages; ++i) {
         copy(start + i * kStride);
       }
