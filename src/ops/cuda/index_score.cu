@@ -6,26 +6,34 @@
 // out  scores as ordered integers [T, slots], and their counts per leading 12 bits [T, kBins]; the
 //      same for the maxima of candidate blocks
 //
-// Both operands are E4M3: a row's codes times 2^6, blocks of smaller scale shifted down to the
-// row's largest, which is exact for 14 binades (what lies lower is below 2^-13 of the row's
-// maximum). The row's power of two goes to the head weight (queries) and to the finished sum
-// (keys). The tensor core keeps about 14 bits of its four sums of 32 products. Those are multiples
-// of 1/4 up to 36, in units of the scales, so a dot product is exact while it is below 2^(11 - d)
-// of its largest block's unit, where d is the spread of the blocks' exponents in both rows.
+// Both operands are E4M3: a row's codes times 2^6, those of blocks with a smaller scale shifted
+// down to the row's largest one. That is exact for 14 binades; below, codes are rounded at 2^-16 of
+// the largest scale. The row's power of two goes to the head weight (queries) and to the finished
+// sum (keys). A step of the tensor cores sums 32 products and the sum so far with about 13 bits
+// behind the largest one's leading bit. Products are multiples of 2^(-2 - d) in units of the
+// largest scales, d binades between the blocks' scales in both rows together, so a dot product is
+// exact while its sums stay below 2^(12 - d) such units.
 //
 // query  warp = one head: rotated, quantized, laid out as the B operand of wgmma
-// score  block = a span of slots of one token, or of up to 16 consecutive tokens
+// score  block = a span of slots of one token, or of up to 14 consecutive tokens
 //
-//   last warp   addresses of 32 runs of rows at once, a batch ahead | bulk copies -> ring of tiles
-//   warpgroup   a tile of 64 slots that has arrived:
-//     warp      16 rows of 128 codes in registers as A, by table lookup (9 instructions per 8
-//     codes) pieces of four, two or one token:
-//       wgmma   rows x heads
-//       4 lanes ReLU, head weights, sum over the heads -> scores, counts, block maxima
-//   block       at the end: counts -> global
+//   warpgroup  a tile of 64 slots that has arrived; its first warp copies later ones, whose
+//              addresses it looks up a batch ahead:
+//     warp     16 rows of 128 codes in registers as A, by table lookup (9 instructions per 8 codes)
+//     piece    of two tokens, one multiplied while the other is weighed:
+//       wgmma    rows x heads
+//       4 lanes  ReLU, head weights, sum over the heads -> scores, counts, block maxima
+//   block      at the end: counts -> global
 //
 // Slots are rows of the product and heads its columns, so a row's keys are unpacked once for all
-// tokens of the block, and neither the group nor the pass changes a sum.
+// tokens of the block, and neither the group nor the pass changes a sum. Shared: 4 KiB of queries
+// and 8 KiB of counts per token and 34 KiB of rows (two tiles per warpgroup), 204 KiB with 14
+// tokens; 88 KiB with one (four tiles per warpgroup, counts of blocks too). With one token a block
+// is bound by issued instructions (about 250 per warp and tile, with bytes next: 234 cycles of HBM
+// per tile). With 14 tokens the tensor cores take 64 cycles per tile and token and the
+// instructions, most of them two per product, take 79; they overlap badly (141 measured).
+// index_select in all on an H200: 367 us for 64 x 131072, 6.5 ms for 4096 tokens x 131072 (680
+// TFLOP/s).
 #include <algorithm>
 
 #include "ops/cuda/index_split.cuh"

@@ -6,8 +6,7 @@
 // score    index_score.cu: scores as ordered integers -> scratch [T, bound], counts per leading 12
 //          bits -> scratch [T, 4096]
 // collect  block = 2048 or more slots: from the counts, the bin that holds the k-th largest score;
-// slots
-//          above that bin are selected, slots in it become candidates
+//          slots above that bin are selected, slots in it become candidates
 // finish   block = one token: the missing ones are the best candidates (exact, device/top_k.cuh);
 //          ids sorted ascending
 //
