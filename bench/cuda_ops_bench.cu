@@ -290,57 +290,63 @@ struct Decode {
 };
 
 void bench_attend(Bench& bench) {
+  // Decoding sequences of one row, and a chunk of a prompt.
+  struct Case {
+    int64_t batch, rows;
+  };
   for (const bool with_main : {true, false}) {
     const std::string name = with_main ? "attend" : "attend.window_only";
-    for (const int64_t batch : {1, 6, 16, 64, 128, 256}) {
-      if (!bench.wanted(name)) {
+    for (const Case& c :
+         {Case{1, 1}, {6, 1}, {16, 1}, {32, 1}, {64, 1}, {128, 1}, {256, 1}, {1, 4096}}) {
+      const std::string shape =
+          c.rows > 1 ? "1x" + std::to_string(c.rows) : "batch=" + std::to_string(c.batch);
+      if (!bench.wanted(name + " " + shape)) {
         continue;
       }
       const size_t start = bench.mark();
       const int64_t h = 64, k = 512, width = 512, context = 32768, half = 32;
-      const Decode decode(bench, batch, context, 288, Fill::kMainRow);
+      const int64_t t = c.batch * c.rows;
+      const Decode decode(bench, c.batch, context, 288, Fill::kMainRow, c.rows);
       const Philox random(11);
       uint64_t draw = 0;
-      const int sets = 4;
-      std::vector<ops::AttendArgs> args(sets);
+      const int sets = c.rows > 1 ? 1 : 4;
+      std::vector<ops::AttendArgs> args(static_cast<size_t>(sets));
       for (ops::AttendArgs& a : args) {
         std::vector<int32_t> selected;
         std::vector<uint8_t*> rings;
-        for (int64_t s = 0; s < batch; ++s) {
+        for (int64_t row = 0; row < t; ++row) {
+          // Of what every row of the chunk sees.
+          const int64_t step = (context - c.rows) / width;
           for (int64_t i = 0; i < width; ++i) {
-            selected.push_back(static_cast<int32_t>(i * (context / width) +
-                                                    random.words(draw++)[0] % (context / width)));
+            selected.push_back(static_cast<int32_t>(i * step + random.words(draw++)[0] % step));
           }
         }
-        uint8_t* ring = bench.filled(batch * 128 * 528, Fill::kWindowRow);
-        for (int64_t s = 0; s < batch; ++s) {
+        uint8_t* ring = bench.filled(c.batch * 128 * 528, Fill::kWindowRow);
+        for (int64_t s = 0; s < c.batch; ++s) {
           rings.push_back(ring + s * 128 * 528);
         }
         a.rows = decode.rows;
-        a.q = bench.tensor(DType::kBF16, {batch, h * k});
-        a.rope = bench.tensor(DType::kF32, {batch, half, 2});
+        a.q = bench.tensor(DType::kBF16, {t, h * k});
+        a.rope = bench.tensor(DType::kF32, {t, half, 2});
         a.window.window = 128;
         a.window.rings = bench.uploaded(rings);
         a.window.fresh = {
-            bench.filled(batch * 528, Fill::kWindowRow), DType::kU8, {batch, 528}, Device::kCuda};
-        a.window.floor = bench.ints(std::vector<int32_t>(static_cast<size_t>(batch)), {batch});
+            bench.filled(t * 528, Fill::kWindowRow), DType::kU8, {t, 528}, Device::kCuda};
+        a.window.floor = bench.ints(std::vector<int32_t>(static_cast<size_t>(c.batch)), {c.batch});
         if (with_main) {
           a.main = decode.main;
-          a.selected = bench.ints(selected, {batch, width});
+          a.selected = bench.ints(selected, {t, width});
         }
         a.sink = bench.tensor(DType::kF32, {h});
-        a.o = bench.tensor(DType::kBF16, {batch, h * k});
+        a.o = bench.tensor(DType::kBF16, {t, h * k});
       }
-      const double seconds = bench.time(
-          20, [&](int i) { return ops::attend(bench.ctx(), args[static_cast<size_t>(i % sets)]); });
+      const double seconds = bench.time(c.rows > 1 ? 4 : 20, [&](int i) {
+        return ops::attend(bench.ctx(), args[static_cast<size_t>(i % sets)]);
+      });
       const double keys = with_main ? 640 : 128;
       const double bytes =
-          static_cast<double>(batch) * ((with_main ? 512 * 288 : 0) + 128 * 528 + 4 * h * k);
-      bench.report(name,
-                   "batch=" + std::to_string(batch),
-                   seconds,
-                   bytes,
-                   4.0 * static_cast<double>(batch * h * k) * keys);
+          static_cast<double>(t) * ((with_main ? 512 * 288 : 0) + 128 * 528 + 4 * h * k);
+      bench.report(name, shape, seconds, bytes, 4.0 * static_cast<double>(t * h * k) * keys);
       bench.release(start);
     }
   }

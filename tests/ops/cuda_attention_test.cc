@@ -760,46 +760,58 @@ TEST_F(CudaAttention, DraftBlocks) {
   }
 }
 
-// Blocks of 64 heads (many tokens) and of 16 (few) give the same bits.
+// One, two and four blocks per token (many tokens, fewer, few) give the same bits.
 TEST_F(CudaAttention, AttendIsBatchInvariant) {
-  Random random(21);
-  AttendInput many(random, {{.start = 40, .rows = 40}}, DType::kBF16, 64, 512, 32, 40, 32, 90);
-  Side side(Side::Kind::kCuda);
-  const Buffer all = run_attend(side, many, true);
-  // The last three rows alone: the rows before them come from the ring.
-  AttendInput few = [&] {
-    Random same(22);
-    return AttendInput(same, {{.start = 77, .rows = 3}}, DType::kBF16, 64, 512, 32, 40, 32, 90);
-  }();
-  few.pages.memory() = many.pages.memory();
-  for (size_t i = 0; i < few.pages.memory().size(); ++i) {
-    // Page orders differ; copy row by row below instead.
-    few.pages.memory()[i] = 0xFF;
-  }
-  const int64_t main_bytes = quant::main_row_bytes(512),
-                window_bytes = quant::window_row_bytes(512);
-  for (int64_t e = 0; e < 80; ++e) {
-    std::copy_n(many.pages.views()[0].row(e), main_bytes, few.pages.views()[0].row(e));
-  }
-  for (int64_t p = 40; p < 80; ++p) {
-    const uint8_t* from = many.window.fresh().bytes.data() + (p - 40) * window_bytes;
-    uint8_t* to = p >= 77 ? few.window.fresh().bytes.data() + (p - 77) * window_bytes
-                          : few.window.rings()[0].data() + p % 32 * window_bytes;
-    std::copy_n(from, window_bytes, to);
-  }
-  const auto tail = [](const Buffer& from, Buffer& to) {
-    std::copy(from.bytes.end() - static_cast<int64_t>(to.bytes.size()),
-              from.bytes.end(),
-              to.bytes.begin());
+  constexpr int64_t kHeads = 64, kDim = 512, kHalf = 32, kWidth = 300, kWindow = 100, kEnd = 400;
+  constexpr int64_t kRows = 90;
+  const auto input = [&](int64_t rows, uint64_t seed) {
+    Random random(seed);
+    return AttendInput(random,
+                       {{.start = kEnd - rows, .rows = rows}},
+                       DType::kBF16,
+                       kHeads,
+                       kDim,
+                       kHalf,
+                       kWidth,
+                       kWindow,
+                       kEnd);
   };
-  tail(many.q, few.q);
-  tail(many.rope, few.rope);
-  tail(many.selected, few.selected);
-  few.sink = many.sink;
-  Side other(Side::Kind::kCuda);
-  const Buffer last = run_attend(other, few, true);
-  for (int64_t row = 0; row < 3; ++row) {
-    EXPECT_EQ(row_bytes(last, row), row_bytes(all, 37 + row));
+  for (const bool with_main : {true, false}) {
+    AttendInput many = input(kRows, 21);
+    Side side(Side::Kind::kCuda);
+    const Buffer all = run_attend(side, many, with_main);
+    for (const int64_t rows : {int64_t{50}, int64_t{3}, int64_t{1}}) {
+      // The last rows alone: the rows before them come from the ring.
+      AttendInput few = input(rows, 22);
+      std::fill(few.pages.memory().begin(), few.pages.memory().end(), uint8_t{0xFF});
+      const int64_t main_bytes = quant::main_row_bytes(kDim),
+                    window_bytes = quant::window_row_bytes(kDim);
+      for (int64_t e = 0; e < kEnd; ++e) {
+        std::copy_n(many.pages.views()[0].row(e), main_bytes, few.pages.views()[0].row(e));
+      }
+      const auto row_of = [&](AttendInput& in, int64_t first, int64_t p) {
+        return p >= first ? in.window.fresh().bytes.data() + (p - first) * window_bytes
+                          : in.window.rings()[0].data() + p % kWindow * window_bytes;
+      };
+      for (int64_t p = kEnd - rows - kWindow + 1; p < kEnd; ++p) {
+        std::copy_n(row_of(many, kEnd - kRows, p), window_bytes, row_of(few, kEnd - rows, p));
+      }
+      const auto tail = [](const Buffer& from, Buffer& to) {
+        std::copy(from.bytes.end() - static_cast<int64_t>(to.bytes.size()),
+                  from.bytes.end(),
+                  to.bytes.begin());
+      };
+      tail(many.q, few.q);
+      tail(many.rope, few.rope);
+      tail(many.selected, few.selected);
+      few.sink = many.sink;
+      Side other(Side::Kind::kCuda);
+      const Buffer last = run_attend(other, few, with_main);
+      for (int64_t row = 0; row < rows; ++row) {
+        ASSERT_EQ(row_bytes(last, row), row_bytes(all, kRows - rows + row))
+            << rows << " rows, row " << row;
+      }
+    }
   }
 }
 

@@ -30,7 +30,7 @@ Status compress_pool(OpContext& ctx, const CompressPoolArgs& args);
 Status compress_store(OpContext& ctx, const CompressStoreArgs& args);
 Status index_select(OpContext& ctx, const IndexSelectArgs& args);
 
-// BF16, 512-dim heads in groups of 16; tensor cores.
+// BF16, 512-dim heads; tensor cores.
 Status attend_mma(OpContext& ctx, const AttendArgs& args);
 bool attend_mma_supports(const AttendArgs& args);
 Status attend_simt(OpContext& ctx, const AttendArgs& args);

@@ -1,0 +1,72 @@
+// Clusters: blocks of a grid that run at the same time and reach each other's shared memory.
+//
+// Before the first access every block must run, and none may leave before the last one:
+// cluster_sync() at both ends.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "ops/cuda/device/ptx.cuh"
+
+namespace cachalot::ops::cuda {
+
+__device__ __forceinline__ int cluster_rank() {
+  uint32_t rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return static_cast<int>(rank);
+}
+// A barrier of all threads of the cluster, which see each other's writes before it.
+__device__ __forceinline__ void cluster_sync() {
+  asm volatile(
+      "barrier.cluster.arrive.release.aligned;\n"
+      "barrier.cluster.wait.acquire.aligned;" ::
+          : "memory");
+}
+
+// Address of `pointer`, in this block's shared memory, in that of block `rank`.
+__device__ __forceinline__ uint32_t remote_address(const void* pointer, int rank) {
+  uint32_t address;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;"
+               : "=r"(address)
+               : "r"(shared_address(pointer)), "r"(rank));
+  return address;
+}
+__device__ __forceinline__ void remote_store(uint32_t address, float value) {
+  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
+}
+// What this thread, or one that it has synchronized with, wrote before is seen by who waits with
+// cluster_barrier_wait().
+__device__ __forceinline__ void remote_arrive(uint64_t* barrier, int rank) {
+  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(
+                   remote_address(barrier, rank))
+               : "memory");
+}
+__device__ __forceinline__ void cluster_barrier_wait(uint64_t* barrier, int phase) {
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "wait:\n"
+      "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
+      "@!done bra wait;\n"
+      "}" ::"r"(shared_address(barrier)),
+      "r"(phase)
+      : "memory");
+}
+// Bulk copy by one thread from this block's shared memory to the same place in that of block
+// `rank`, whose `barrier` counts its bytes.
+__device__ __forceinline__ void remote_copy_bulk(const void* place,
+                                                 int bytes,
+                                                 uint64_t* barrier,
+                                                 int rank) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, "
+      "[%3];" ::"r"(remote_address(place, rank)),
+      "r"(shared_address(place)),
+      "r"(bytes),
+      "r"(remote_address(barrier, rank))
+      : "memory");
+}
+
+}  // namespace cachalot::ops::cuda
