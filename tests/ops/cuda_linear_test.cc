@@ -83,6 +83,45 @@ TEST_F(CudaLinear, MatchesRefForEveryFormatAndIsBatchInvariant) {
   }
 }
 
+// Every shape of block that the product for many tokens has, with rows and tokens that do not fill
+// it: the bits of the product for few tokens, whatever the format.
+TEST_F(CudaLinear, ManyTokensGiveTheBitsOfFew) {
+  Random random(9);
+  constexpr WeightFormat kFormats[] = {
+      WeightFormat::kF32, WeightFormat::kBF16, WeightFormat::kFp8Block, WeightFormat::kFp4Row};
+  struct Case {
+    int64_t in, out, groups, tokens;
+  };
+  const Case cases[] = {{256, 2600, 1, 25},
+                        {512, 2600, 1, 40},
+                        {256, 17000, 1, 50},
+                        {512, 33, 1, 300},
+                        {256, 2048, 2, 300},
+                        {512, 8192, 8, 290},
+                        {1280, 4968, 1, 400}};
+  constexpr int64_t kFew = 8, kStep = 3 * kFew;  // which takes every tile of eight tokens in turn
+  for (WeightFormat format : kFormats) {
+    for (const Case& c : cases) {
+      const WeightBuffer w = test::random_weight(random, format, c.out, c.in, 1 / std::sqrt(c.in));
+      const Buffer x = random.activations(DType::kBF16, {c.tokens, c.groups * c.in});
+      for (DType y_type : kActs) {
+        Side all(Side::Kind::kCuda);
+        const Buffer many = run_linear(all, x.view(), w, y_type, c.groups, true);
+        for (int64_t row = 0; row < c.tokens; row += kStep) {
+          const int64_t count = std::min(kFew, c.tokens - row);
+          Side side(Side::Kind::kCuda);
+          const Buffer few = run_linear(side, x.view().rows(row, count), w, y_type, c.groups, true);
+          for (int64_t i = 0; i < count; ++i) {
+            ASSERT_EQ(row_bytes(few, i), row_bytes(many, row + i))
+                << "format " << static_cast<int>(format) << " in " << c.in << " out " << c.out
+                << " row " << row + i;
+          }
+        }
+      }
+    }
+  }
+}
+
 TEST_F(CudaLinear, KeepsItsInputWhereAsked) {
   Random random(2);
   for (int64_t in : {256, 96}) {

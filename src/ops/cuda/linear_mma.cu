@@ -13,95 +13,30 @@
 //   warp   fill stages 0 .. 2 | wait for x | fill 3 . mma 0 | fill 0 . mma 1 | ...
 //   block  chunk sums -> shared, added in order -> y     (shared tiles only)
 //
-// More tokens (many_kernel): a block of 8 warps has 128 rows and 32, 64 or 128 tokens, whose inputs
-// a kernel in front has laid out as images; it multiplies them with wgmma (device/gemm.cuh).
+// More tokens: linear_many.cu, from inputs that a kernel in front has laid out as images.
 //
-// Shared: few_kernel at most 13 KiB per warp (3 stages) and 640 B per chunk; many_kernel 214 KiB.
-// Bound by weight bytes at few tokens, by L2 reads and mma at many. The order of every
-// sum is that of device/weights.cuh and depends on K alone.
+// Shared: at most 13 KiB per warp (3 stages) and 640 B per chunk. Bound by weight bytes. The order
+// of every sum is that of device/weights.cuh and depends on K alone.
 #include "ops/cuda/device/gemm.cuh"
 #include "ops/cuda/device/pieces.cuh"
 #include "ops/cuda/device/weights.cuh"
 #include "ops/cuda/input.cuh"
 #include "ops/cuda/launch.cuh"
 #include "ops/cuda/linear.cuh"
+#include "ops/cuda/linear_mma.cuh"
 
 namespace cachalot::ops::cuda {
 namespace {
 
 constexpr int kFewWarps = 4;     // of a block whose warps have a tile each
 constexpr int kMaxSharing = 20;  // warps that share a tile
-constexpr int kMultiprocessors = 132;
 constexpr int kMostWarps = 16 * kMultiprocessors;
-// many_kernel reads weights once for all tokens, few_kernel once for 8, but from many more warps:
-// up to this many tokens, few blocks of many_kernel are too few.
+// linear_many() reads weights once for all tokens, few_kernel once for 8, but from many more warps:
+// up to this many tokens, few blocks of linear_many() are too few.
 constexpr int64_t kFewBlocks = 20;
 constexpr int64_t kFewBlocksTokens = 256;
-constexpr int kMaxTargets = 4;
 constexpr int kStages = 4;
-constexpr int kRawAhead = 4;   // chunks of raw input under way together
-constexpr int kTokenPad = 20;  // floats per token in shared memory: 16 rows without bank conflicts
-
-struct Target {
-  const uint8_t* values;
-  const uint8_t* scales;
-  void* y;
-  int64_t out;
-  int64_t group_rows;
-  int first_tile;
-  bool y_is_bf16;
-};
-
-struct Problem {
-  // few_kernel: [T, groups * K] in the format's layout, or as it came (kRaw). many_kernel: images
-  // of its tiles of tokens (prepare_image).
-  const Bf16* x;
-  bool quantize;  // kRaw: to FP8 blocks and back
-  int64_t tokens;
-  int64_t width;  // groups * K
-  int64_t in;     // K
-  int tiles;      // of all targets
-  int targets;
-  Target target[kMaxTargets];
-};
-
-// The target of a tile, and the tile's first row in it.
-struct TilePlace {
-  int target;
-  int64_t row;
-
-  __device__ __forceinline__ TilePlace(const Problem& p, int tile) : target(0) {
-    while (target + 1 < p.targets && tile >= p.target[target + 1].first_tile) {
-      ++target;
-    }
-    row = static_cast<int64_t>(tile - p.target[target].first_tile) * kTileRows;
-  }
-};
-
-__device__ __forceinline__ void store_y(const Target& to, int64_t token, int64_t row, float value) {
-  if (row < to.out) {
-    if (to.y_is_bf16) {
-      static_cast<Bf16*>(to.y)[token * to.out + row] = from_float<Bf16>(value);
-    } else {
-      static_cast<float*>(to.y)[token * to.out + row] = value;
-    }
-  }
-}
-
-// A tile's sums go to shared memory as [token][kTokenPad], so that a token's 16 rows are written
-// together.
-__device__ __forceinline__ void store_sums(float* to,
-                                           int tokens,
-                                           const float (&sum)[4],
-                                           const Lane& lane) {
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const int n = 2 * lane.t + i % 2;
-    if (n < tokens) {
-      to[n * kTokenPad + lane.g + 8 * (i / 2)] = sum[i];
-    }
-  }
-}
+constexpr int kRawAhead = 4;  // chunks of raw input under way together
 
 // Floats of few_kernel's sums, and columns of one token that a warp of it needs.
 __host__ __device__ constexpr int64_t sums_floats(int sharing, int chunks, int tokens) {
@@ -116,7 +51,7 @@ __host__ __device__ constexpr int raw_columns(int sharing, int chunks) {
 // kRaw: p.x is in natural order; every warp quantizes its columns of it, or only reorders them.
 template <class W, bool kRaw>
 __global__ void __launch_bounds__(kMaxSharing * 32, 1)
-    few_kernel(const __grid_constant__ Problem p, int sharing) {
+    few_kernel(const __grid_constant__ LinearProblem p, int sharing) {
   using Ring = WeightRing<W, kStages>;
   const Lane lane;
   const int warp = static_cast<int>(threadIdx.x) / 32, warps = static_cast<int>(blockDim.x) / 32;
@@ -130,7 +65,7 @@ __global__ void __launch_bounds__(kMaxSharing * 32, 1)
     return;  // warps that no barrier waits for
   }
   const TilePlace place(p, tile);
-  const Target& target = p.target[place.target];
+  const LinearPart& target = p.target[place.target];
   TileRows rows = tile_rows<W>(target.values, target.scales, place.row, target.out, p.in, lane);
   seek<W>(rows, first * kChunk);
   Ring ring(dynamic_shared() + warp * Ring::kBytes, rows, (last - first) * (kChunk / W::kStep));
@@ -204,50 +139,6 @@ __global__ void __launch_bounds__(kMaxSharing * 32, 1)
   }
 }
 
-template <class W, int kTiles, int kWarps>
-__global__ void __launch_bounds__(kWarps * 32, 1) many_kernel(const __grid_constant__ Problem p) {
-  using Block = Gemm<W, kTiles, kWarps>;
-  __shared__ typename Block::Barriers barriers;
-  const Lane lane;
-  const int warp = static_cast<int>(threadIdx.x) / 32;
-  const int tile = static_cast<int>(blockIdx.x) * kWarps + warp;
-  const int chunks = static_cast<int>(p.in / kChunk);
-  const bool active = tile < p.tiles;
-  const TilePlace place(p, min(tile, p.tiles - 1));
-  const Target& target = p.target[place.target];
-  const TileRows rows =
-      tile_rows<W>(target.values, target.scales, place.row, target.out, p.in, lane);
-  typename Block::Ring ring(Block::ring_memory(), rows, active ? chunks * (kChunk / W::kStep) : 0);
-  wait_for_previous_kernels();
-  allow_next_kernel();
-  const int64_t token0 = static_cast<int64_t>(blockIdx.y) * Block::kTokens;
-  // Tiles of a block lie in one group: the host gives blocks of whole groups only.
-  const TilePlace first(p, static_cast<int>(blockIdx.x) * kWarps);
-  const int64_t group = first.row / p.target[first.target].group_rows;
-  const Block block{
-      dynamic_shared(),
-      &barriers,
-      reinterpret_cast<const uint8_t*>(p.x + (group * image_rows(p.tokens) + token0) * p.in),
-      static_cast<int>(image_rows(min(p.tokens - token0, int64_t{Block::kTokens})))};
-  float total[kTiles][4] = {};
-  block.run(ring, chunks, lane, total);
-  __syncthreads();
-  if (active) {
-    auto* sums = reinterpret_cast<float*>(block.memory) + warp * (Block::kTokens * kTokenPad);
-#pragma unroll
-    for (int n = 0; n < kTiles; ++n) {
-      store_sums(sums + n * (kTokenTile * kTokenPad), kTokenTile, total[n], lane);
-    }
-    __syncwarp();
-    for (int i = static_cast<int>(threadIdx.x) % 32; i < Block::kTokens * kTileRows; i += 32) {
-      const int n = i / kTileRows, r = i % kTileRows;
-      if (token0 + n < p.tokens) {
-        store_y(target, token0 + n, place.row + r, sums[n * kTokenPad + r] * W::kLate);
-      }
-    }
-  }
-}
-
 // Warps per tile: as many as keep the device full of them, an equal number of chunks each.
 int tile_sharing(int tiles, int chunks) {
   int sharing = 1;
@@ -260,7 +151,7 @@ int tile_sharing(int tiles, int chunks) {
 }
 
 // Warps per tile of a problem. Chunk sums of a shared tile must fit into shared memory.
-int sharing_of(const Problem& p) {
+int sharing_of(const LinearProblem& p) {
   const int chunks = static_cast<int>(p.in / kChunk);
   return chunks <= 64 ? tile_sharing(p.tiles, chunks) : 1;
 }
@@ -271,7 +162,7 @@ int few_warps(int sharing) {
 
 // Shared memory of a block of few_kernel.
 template <class W>
-int64_t few_bytes(const Problem& p, bool raw) {
+int64_t few_bytes(const LinearProblem& p, bool raw) {
   const int chunks = static_cast<int>(p.in / kChunk), sharing = sharing_of(p);
   const int warps = few_warps(sharing);
   return warps * WeightRing<W, kStages>::kBytes +
@@ -280,7 +171,7 @@ int64_t few_bytes(const Problem& p, bool raw) {
 }
 
 template <class W, bool kRaw>
-Status launch_few(const OpContext& ctx, const Problem& p) {
+Status launch_few(const OpContext& ctx, const LinearProblem& p) {
   const int sharing = sharing_of(p);
   return launch(ctx,
                 "linear",
@@ -293,66 +184,27 @@ Status launch_few(const OpContext& ctx, const Problem& p) {
                 sharing);
 }
 
-template <class W, int kTiles, int kWarps>
-Status launch_many(const OpContext& ctx, const Problem& p) {
-  using Block = Gemm<W, kTiles, kWarps>;
-  static_assert(Block::kShared <= kSharedCapacity - 1024);
-  static_assert(kWarps * Block::kTokens * kTokenPad * 4 <= Block::kShared);
-  return launch(ctx,
-                "linear",
-                many_kernel<W, kTiles, kWarps>,
-                dim3(extent(ceil_div(p.tiles, kWarps)), extent(ceil_div(p.tokens, Block::kTokens))),
-                Block::kThreads,
-                Block::kShared,
-                p);
-}
-
-// Half blocks where whole ones leave multiprocessors idle.
-template <class W, int kTiles>
-Status launch_many(const OpContext& ctx, const Problem& p) {
-  const int64_t blocks =
-      ceil_div(p.tiles, kGemmWarps) * ceil_div(p.tokens, int64_t{kTiles * kTokenTile});
-  return blocks < kMultiprocessors ? launch_many<W, kTiles, kGemmWarps / 2>(ctx, p)
-                                   : launch_many<W, kTiles, kGemmWarps>(ctx, p);
-}
-
-// Tokens of a block of many_kernel. The three parts of F32 weights leave no room for 128.
-int many_tokens(WeightFormat format, int64_t tokens) {
-  return tokens <= 32 ? 32 : tokens <= 64 || format == WeightFormat::kF32 ? 64 : 128;
-}
-
-template <class W>
-Status launch_many(const OpContext& ctx, WeightFormat format, const Problem& p) {
-  const int tile = many_tokens(format, p.tokens);
-  if constexpr (W::kParts == 1) {
-    if (tile == 128) {
-      return launch_many<W, 16>(ctx, p);
-    }
-  }
-  return tile == 32 ? launch_many<W, 4>(ctx, p) : launch_many<W, 8>(ctx, p);
-}
-
 enum class Path : uint8_t { kRaw, kFew, kMany };
 
-Status launch_format(const OpContext& ctx, WeightFormat format, const Problem& p, Path path) {
-  const bool few = path != Path::kMany;
+Status launch_format(const OpContext& ctx, WeightFormat format, const LinearProblem& p, Path path) {
+  if (path == Path::kMany) {
+    return linear_many(ctx, format, p);
+  }
   switch (format) {
     case WeightFormat::kFp8Block:
       return path == Path::kRaw ? launch_few<Fp8Weights<true>, true>(ctx, p)
-             : few              ? launch_few<Fp8Weights<true>, false>(ctx, p)
-                                : launch_many<Fp8Weights<false>>(ctx, format, p);
+                                : launch_few<Fp8Weights<true>, false>(ctx, p);
     case WeightFormat::kFp4Row:
-      return few ? launch_few<Fp4Weights, false>(ctx, p) : launch_many<Fp4Weights>(ctx, format, p);
+      return launch_few<Fp4Weights, false>(ctx, p);
     case WeightFormat::kBF16:
-      return few ? launch_few<Bf16Weights, false>(ctx, p)
-                 : launch_many<Bf16Weights>(ctx, format, p);
+      return launch_few<Bf16Weights, false>(ctx, p);
     default:
-      return few ? launch_few<F32Weights, false>(ctx, p) : launch_many<F32Weights>(ctx, format, p);
+      return launch_few<F32Weights, false>(ctx, p);
   }
 }
 
 // Whether few_kernel takes the input as it is: FP8 weights, and little of it per warp.
-bool takes_raw(WeightFormat format, const Problem& p) {
+bool takes_raw(WeightFormat format, const LinearProblem& p) {
   constexpr int64_t kMostBytes = 5 << 10;  // of a warp's input
   const int chunks = static_cast<int>(p.in / kChunk);
   return format == WeightFormat::kFp8Block && p.tokens <= 2 &&
@@ -374,7 +226,7 @@ Status run_format(OpContext& ctx,
   const auto* x = static_cast<const Bf16*>(args.x.data);
   Bf16* prepared = nullptr;
   for (size_t begin = 0; begin < targets.size(); begin += kMaxTargets) {
-    Problem p{.x = x, .quantize = quantize, .tokens = tokens, .width = width, .in = in};
+    LinearProblem p{.x = x, .quantize = quantize, .tokens = tokens, .width = width, .in = in};
     bool whole_groups = true;
     for (size_t i = begin; i < targets.size() && p.targets < kMaxTargets; ++i) {
       const Weight& w = *targets[i].weight;
@@ -389,7 +241,7 @@ Status run_format(OpContext& ctx,
       whole_groups =
           whole_groups && (args.groups == 1 || w.out / args.groups % (kGemmWarps * kTileRows) == 0);
     }
-    // A block of many_kernel lies in one group.
+    // A block of linear_many() lies in one group.
     const int64_t blocks = ceil_div(p.tiles, kGemmWarps) * ceil_div(tokens, int64_t{64});
     const bool few = tokens <= kTokenTile || !whole_groups ||
                      (blocks < kFewBlocks && tokens <= kFewBlocksTokens);

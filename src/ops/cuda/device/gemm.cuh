@@ -1,6 +1,7 @@
-// Blocks that multiply many tokens: one or two warpgroups with a tile of 16 weight rows per warp,
-// unpacked in registers, and the input rows of one chunk of K in shared memory for all, as the B
-// operand of wgmma. Same order of sums as device/weights.cuh, so the same bits as with few tokens.
+// Blocks that multiply many tokens of an expert: one or two warpgroups with a tile of 16 weight
+// rows per warp, unpacked in registers, and the input rows of one chunk of K in shared memory for
+// all, as the B operand of wgmma. Same order of sums as device/weights.cuh, so the same bits as
+// with few tokens.
 //
 //   copies    an input chunk in one piece (cp.async.bulk) by the warp that leaves its stage last;
 //             weights kStages - 1 steps ahead (cp.async)
@@ -19,6 +20,7 @@
 namespace cachalot::ops::cuda {
 
 constexpr int kGemmWarps = 8;
+constexpr int kMultiprocessors = 132;
 
 // Input rows of a tile as wgmma reads them, their "image": chunk after chunk, four blocks of 64
 // columns in wide order (wide_place()), each [rows][64] with the pieces of eight swizzled. Where an

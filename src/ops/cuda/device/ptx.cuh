@@ -76,46 +76,52 @@ __device__ __forceinline__ uint64_t wgmma_operand(const void* b) {
   constexpr uint64_t kEightRows = uint64_t{1024 / 16} << 32;
   return kSwizzle128 | kEightRows | uint64_t{1} << 16 | (shared_address(b) & 0x3FFFF) >> 4;
 }
+// With kAdd false the product replaces d: a sum that starts at zero.
 #define CACHALOT_ACC(n) "+f"(d[n][0]), "+f"(d[n][1]), "+f"(d[n][2]), "+f"(d[n][3])
 #define CACHALOT_ACC4(n) \
   CACHALOT_ACC(n), CACHALOT_ACC(n + 1), CACHALOT_ACC(n + 2), CACHALOT_ACC(n + 3)
+template <bool kAdd = true>
 __device__ __forceinline__ void wgmma_bf16(float (&d)[4][4], const uint32_t (&a)[4], uint64_t b) {
   asm volatile(
       "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {"
       "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
-      "}, {%16, %17, %18, %19}, %20, 1, 1, 1, 0;"
+      "}, {%16, %17, %18, %19}, %20, %21, 1, 1, 0;"
       : CACHALOT_ACC4(0)
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(kAdd ? 1 : 0));
 }
+template <bool kAdd = true>
 __device__ __forceinline__ void wgmma_bf16(float (&d)[8][4], const uint32_t (&a)[4], uint64_t b) {
   asm volatile(
       "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
       "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, "
       "%18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-      "}, {%32, %33, %34, %35}, %36, 1, 1, 1, 0;"
+      "}, {%32, %33, %34, %35}, %36, %37, 1, 1, 0;"
       : CACHALOT_ACC4(0), CACHALOT_ACC4(4)
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(kAdd ? 1 : 0));
 }
+template <bool kAdd = true>
 __device__ __forceinline__ void wgmma_bf16(float (&d)[10][4], const uint32_t (&a)[4], uint64_t b) {
   asm volatile(
       "wgmma.mma_async.sync.aligned.m64n80k16.f32.bf16.bf16 {"
       "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, "
       "%18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, "
       "%34, %35, %36, %37, %38, %39"
-      "}, {%40, %41, %42, %43}, %44, 1, 1, 1, 0;"
+      "}, {%40, %41, %42, %43}, %44, %45, 1, 1, 0;"
       : CACHALOT_ACC4(0), CACHALOT_ACC4(4), CACHALOT_ACC(8), CACHALOT_ACC(9)
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(kAdd ? 1 : 0));
 }
+template <bool kAdd = true>
 __device__ __forceinline__ void wgmma_bf16(float (&d)[12][4], const uint32_t (&a)[4], uint64_t b) {
   asm volatile(
       "wgmma.mma_async.sync.aligned.m64n96k16.f32.bf16.bf16 {"
       "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, "
       "%18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, "
       "%34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
-      "}, {%48, %49, %50, %51}, %52, 1, 1, 1, 0;"
+      "}, {%48, %49, %50, %51}, %52, %53, 1, 1, 0;"
       : CACHALOT_ACC4(0), CACHALOT_ACC4(4), CACHALOT_ACC4(8)
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(kAdd ? 1 : 0));
 }
+template <bool kAdd = true>
 __device__ __forceinline__ void wgmma_bf16(float (&d)[16][4], const uint32_t (&a)[4], uint64_t b) {
   asm volatile(
       "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
@@ -123,9 +129,9 @@ __device__ __forceinline__ void wgmma_bf16(float (&d)[16][4], const uint32_t (&a
       "%18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, "
       "%34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, "
       "%50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-      "}, {%64, %65, %66, %67}, %68, 1, 1, 1, 0;"
+      "}, {%64, %65, %66, %67}, %68, %69, 1, 1, 0;"
       : CACHALOT_ACC4(0), CACHALOT_ACC4(4), CACHALOT_ACC4(8), CACHALOT_ACC4(12)
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(kAdd ? 1 : 0));
 }
 
 // The same for FP8 operands, E4M3 by E4M3, with K in steps of 32: d += a b, or d = a b if not kAdd.
@@ -178,6 +184,18 @@ __device__ __forceinline__ void load_matrices_transposed(uint32_t (&r)[4], const
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                : "r"(shared_address(row))
+               : "memory");
+}
+
+// The transposed form of what load_matrices() would read: element (l / 4, 2 (l % 4) + i) of a
+// matrix in half i of lane l's register goes to row 2 (l % 4) + i, column l / 4 in memory.
+__device__ __forceinline__ void store_matrices_transposed(void* row, const uint32_t (&r)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
+                   shared_address(row)),
+               "r"(r[0]),
+               "r"(r[1]),
+               "r"(r[2]),
+               "r"(r[3])
                : "memory");
 }
 

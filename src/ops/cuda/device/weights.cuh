@@ -343,8 +343,14 @@ __device__ __forceinline__ void seek(TileRows& rows, int k) {
   }
 }
 
-// A warp's ring of kStages stages of a tile in shared memory.
-template <class W, int kStages>
+// What follows a ring's tile: nothing.
+struct NoMoreRows {
+  __device__ __forceinline__ int operator()(TileRows&) const { return 0; }
+};
+
+// A warp's ring of kStages stages of a tile in shared memory. more(rows) gives the places of the
+// tile after the last one started and its steps, 0 if there is none, as often as it is called.
+template <class W, int kStages, class More = NoMoreRows>
 class WeightRing {
  public:
   static constexpr int kScaleBytes = W::kStep / 32;  // of one row in a stage
@@ -354,7 +360,10 @@ class WeightRing {
   // `memory` is the warp's, kBytes long. Starts the first stages of the next `steps` steps of
   // `rows`.
   __device__ __forceinline__ WeightRing(uint8_t* memory, const TileRows& rows, int steps)
-      : memory_(memory), left_(steps), rows_(rows) {
+      : WeightRing(memory, rows, steps, More{}) {}
+  __device__ __forceinline__
+  WeightRing(uint8_t* memory, const TileRows& rows, int steps, const More& more)
+      : memory_(memory), left_(steps), rows_(rows), more_(more) {
 #pragma unroll
     for (int i = 0; i < kStages - 1; ++i) {
       fill(i);
@@ -390,6 +399,9 @@ class WeightRing {
 
  private:
   __device__ __forceinline__ void fill(int stage) {
+    if (left_ == 0) {
+      left_ = more_(rows_);
+    }
     if (left_ > 0) {
       const int lane = static_cast<int>(threadIdx.x) % 32;
       uint8_t* to = memory_ + stage * kStageBytes;
@@ -413,6 +425,7 @@ class WeightRing {
   int left_;                 // steps not yet started
   int stage_ = kStages - 1;  // of the current step
   TileRows rows_;
+  More more_;
 };
 
 // Calls body.operator()<i>() for i = 0 .. kCount - 1.
