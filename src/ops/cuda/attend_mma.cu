@@ -264,10 +264,11 @@ struct RawItem {
   uint32_t scales;
 };
 
+// Not as read-only data: the kernel before this one may write rows after this one has started.
 __device__ __forceinline__ RawItem load_item(const RowPass& pass, int i, int quarter) {
   const int at = pass.first + i;
-  return {__ldg(reinterpret_cast<const uint4*>(pass.row + 64 * at + 16 * quarter)),
-          __ldg(reinterpret_cast<const uint16_t*>(
+  return {__ldca(reinterpret_cast<const uint4*>(pass.row + 64 * at + 16 * quarter)),
+          __ldca(reinterpret_cast<const uint16_t*>(
               pass.row + (pass.is_window ? kDim + 2 * at : kDim / 2 + 8 * at + 2 * quarter)))};
 }
 
