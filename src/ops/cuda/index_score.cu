@@ -20,21 +20,20 @@
 //   warpgroup  a tile of 64 slots that has arrived; its first warp copies later ones, whose
 //              addresses it looks up a batch ahead:
 //     warp     16 rows of 128 codes in registers as A, by table lookup (9 instructions per 8 codes)
-//     piece    of two tokens, one multiplied while the other is weighed:
+//     piece    of two tokens (or the only one):
 //       wgmma    rows x heads
 //       4 lanes  ReLU, head weights, sum over the heads -> scores, counts, block maxima
 //   block      at the end: counts -> global
 //
 // Slots are rows of the product and heads its columns, so a row's keys are unpacked once for all
-// tokens of the block, and neither the group nor the pass changes a sum. Shared: 4 KiB of queries
-// and 8 KiB of counts per token and 34 KiB of rows (two tiles per warpgroup), 204 KiB with 14
-// tokens; 88 KiB with one (four tiles per warpgroup, counts of blocks too). With one token a block
-// is bound by issued instructions (about 250 per warp and tile, with bytes next: 234 cycles of HBM
-// per tile). With 14 tokens the tensor cores take 64 cycles per tile and token and the
-// instructions, most of them two per product, take 79; they overlap badly (141 measured).
-// index_select in all on an H200: 367 us for 64 x 131072, 6.5 ms for 4096 tokens x 131072 (680
-// TFLOP/s).
+// tokens of the block, and neither the group nor the pass changes a sum. While one warpgroup
+// weighs, the tensor cores work for others: six of them with many tokens, two blocks of three with
+// one. Shared: 4 KiB of queries and 8 KiB of counts per token and 51 KiB of rows, 221 KiB with 14
+// tokens; 72 KiB with one, counts of candidate blocks included. Bound by issued instructions, about
+// 240 per warp and tile with one token (HBM: 234 cycles per tile), and 75 per warp, tile and token
+// with many (tensor cores: 64 cycles), most of which are the two that weigh a product.
 #include <algorithm>
+#include <limits>
 
 #include "ops/cuda/index_split.cuh"
 
@@ -59,9 +58,9 @@ constexpr float kLate = 0x1.0p-13f;
 // One token per block, or many that share keys.
 template <bool kMany>
 struct Shared {
+  static constexpr int kWarpgroups = kMany ? 6 : 3;
   static constexpr int kThreads = kWarpgroups * 128;
   static constexpr int kBlocks = kMany ? 1 : 2;  // of a multiprocessor
-  static constexpr bool kShares = kMany;
   static constexpr int kTokens = kMany ? kIndexGroup : 1;
   static constexpr int kStages = kMany ? 2 : 4;  // tiles of a warpgroup
   static constexpr int kHistograms = kMany ? kIndexGroup : 2;
@@ -78,6 +77,7 @@ struct Shared {
   int blocks[kTokens];
   uint64_t queries_arrived;
   uint64_t arrived[kWarpgroups][kStages];
+  uint64_t freed[kWarpgroups][kStages];
 };
 
 // The scale of a block `shift` binades below its row's largest one, as 2^(headroom - shift).
@@ -170,11 +170,11 @@ __device__ __forceinline__ void for_each_run(
 
 // Slots of a tile whose rows lie behind each other, in multiples of 16 bytes: what one bulk copy
 // brings. 0: rows must be copied word by word, four slots per thread.
-__device__ __forceinline__ int contiguous_slots(const IndexProblem& p, const PagedRows& pages) {
+__device__ __forceinline__ int contiguous_slots(const PagedRows& pages, bool restricted) {
   if (reinterpret_cast<uintptr_t>(pages.pages[0]) % 16 != 0 || pages.page_rows % kRun != 0) {
     return 0;
   }
-  if (p.candidates == nullptr && pages.page_rows % kTileSlots == 0) {
+  if (!restricted && pages.page_rows % kTileSlots == 0) {
     return kTileSlots;
   }
   return pages.page_rows % kCandidateBlock == 0 ? kCandidateBlock : kRun;
@@ -183,41 +183,30 @@ __device__ __forceinline__ int contiguous_slots(const IndexProblem& p, const Pag
 // The rows of one sequence, as the lanes of a copying warp see them. They look up a batch of tiles
 // together, a run per lane.
 struct Rows {
-  const IndexProblem& p;
-  const PagedRows pages;
-  int64_t token;  // whose candidates restrict the slots
+  uint8_t* const* pages;
+  uint32_t page_rows;
+  const int32_t* candidates;  // blocks that restrict the slots, or null
   int slots;
   int visible;
-  int contiguous;  // contiguous_slots()
   int run_slots;
-  int batch;  // tiles
-  int turn;   // the lane's tile in a batch
-  int place;  // first slot of the lane's run in its tile
+  bool bulk;   // runs are copied as a whole
+  int stride;  // from a tile to the next one of the warpgroup
 
-  __device__ __forceinline__
-  Rows(const IndexProblem& problem, int sequence, int64_t first_token, int slot_count, int limit)
-      : p(problem),
-        pages(problem.index[sequence]),
-        token(first_token),
-        slots(slot_count),
-        visible(limit),
-        contiguous(contiguous_slots(problem, pages)),
-        run_slots(contiguous > 0 ? contiguous : kRun),
-        batch(kWarp * run_slots / kTileSlots) {
-    const int first = static_cast<int>(threadIdx.x) % kWarp * run_slots;
-    turn = first / kTileSlots;
-    place = first % kTileSlots;
-  }
-
+  // Tiles of a batch, the lane's tile in it, and the first slot of its run there.
+  __device__ __forceinline__ int batch() const { return kWarp * run_slots / kTileSlots; }
+  __device__ __forceinline__ int turn() const { return first() / kTileSlots; }
+  __device__ __forceinline__ int place() const { return first() % kTileSlots; }
   // Slot of the lane's run in a batch that begins at slot `tile`.
-  __device__ __forceinline__ int slot(int tile) const {
-    return tile + turn * (kWarpgroups * kTileSlots) + place;
-  }
+  __device__ __forceinline__ int slot(int tile) const { return tile + turn() * stride + place(); }
   // Its candidate block, or 0.
   __device__ __forceinline__ int block(int tile) const {
-    return p.candidates != nullptr && slot(tile) < slots
-               ? p.candidates[token * p.candidate_width + slot(tile) / kCandidateBlock]
-               : 0;
+    return candidates != nullptr && slot(tile) < slots ? candidates[slot(tile) / kCandidateBlock]
+                                                       : 0;
+  }
+
+ private:
+  __device__ __forceinline__ int first() const {
+    return static_cast<int>(threadIdx.x) % kWarp * run_slots;
   }
 };
 
@@ -230,43 +219,44 @@ struct Run {
 
   __device__ __forceinline__ void find(const Rows& rows, int tile, int block) {
     const int slot = rows.slot(tile);
-    entry = rows.p.candidates == nullptr ? slot : block * kCandidateBlock + slot % kCandidateBlock;
+    entry = rows.candidates == nullptr ? slot : block * kCandidateBlock + slot % kCandidateBlock;
     count = slot < rows.slots && block >= 0 ? min(rows.run_slots, rows.visible - entry) : 0;
     if (count <= 0) {
       entry = -1;
       count = 0;
       return;
     }
-    const auto page_rows = static_cast<uint32_t>(rows.pages.page_rows);
-    const uint32_t index = static_cast<uint32_t>(entry) / page_rows;
-    page = rows.pages.pages[index];
-    offset = (static_cast<uint32_t>(entry) - index * page_rows) * uint32_t{kKeyBytes};
+    const uint32_t index = static_cast<uint32_t>(entry) / rows.page_rows;
+    page = rows.pages[index];
+    offset = (static_cast<uint32_t>(entry) - index * rows.page_rows) * uint32_t{kKeyBytes};
   }
 
   // A warp: the runs of tile `turn` of the batch go to shared memory.
   __device__ __forceinline__ void copy(
       const Rows& rows, int turn, uint8_t* tile, int* entries, uint64_t* arrived) const {
-    uint8_t* to = tile + rows.place * kKeyBytes;
-    const bool own = rows.turn == turn;
-    if (own && rows.p.candidates != nullptr && rows.place % kCandidateBlock == 0) {
-      entries[rows.place / kCandidateBlock] = entry;
+    uint8_t* to = tile + rows.place() * kKeyBytes;
+    const bool own = rows.turn() == turn;
+    if (rows.candidates != nullptr && own && rows.place() % kCandidateBlock == 0) {
+      entries[rows.place() / kCandidateBlock] = entry;
     }
     const bool copies = own && count > 0;
-    if (copies && rows.contiguous == 0) {
+    if (copies && !rows.bulk) {
+#pragma unroll 1
       for (int i = 0; i < count * (kKeyBytes / 4); ++i) {
-        const int row = i / (kKeyBytes / 4), word = i % (kKeyBytes / 4);
-        reinterpret_cast<uint32_t*>(to)[i] =
-            reinterpret_cast<const uint32_t*>(rows.pages.row(entry + row))[word];
+        const auto row = static_cast<uint32_t>(entry + i / (kKeyBytes / 4));
+        reinterpret_cast<uint32_t*>(to)[i] = reinterpret_cast<const uint32_t*>(
+            rows.pages[row / rows.page_rows] +
+            row % rows.page_rows * kKeyBytes)[i % (kKeyBytes / 4)];
       }
     }
-    const int bytes = rows.contiguous * kKeyBytes;
+    const int bytes = rows.bulk ? rows.run_slots * kKeyBytes : 0;
     const int runs = __popc(__ballot_sync(kAllLanes, copies));
     __syncwarp();
     if (threadIdx.x % kWarp == 0) {
       barrier_arrive_expect(arrived, runs * bytes);
     }
     __syncwarp();
-    if (copies && bytes > 0) {
+    if (copies && rows.bulk) {
       copy_bulk(to, page + offset, bytes, arrived);
     }
   }
@@ -283,6 +273,11 @@ __device__ __forceinline__ uint32_t* keep(uint32_t* pointer) {
   asm("" : "+l"(pointer));
   __builtin_assume(__isGlobal(pointer));
   return pointer;
+}
+
+__device__ __forceinline__ int keep(int value) {
+  asm("" : "+r"(value));
+  return value;
 }
 
 // A lane's two rows of a tile, 32 codes each, as operand A, and what their finished sums need.
@@ -391,19 +386,6 @@ struct Piece {
   }
 };
 
-__device__ __forceinline__ void warpgroup_barrier(int warpgroup) {
-  static_assert(kWarpgroups == 4);
-  if (warpgroup == 0) {
-    asm volatile("bar.sync 1, 128;" ::: "memory");
-  } else if (warpgroup == 1) {
-    asm volatile("bar.sync 2, 128;" ::: "memory");
-  } else if (warpgroup == 2) {
-    asm volatile("bar.sync 3, 128;" ::: "memory");
-  } else {
-    asm volatile("bar.sync 4, 128;" ::: "memory");
-  }
-}
-
 // Counts a score among the 16-bit counts of its bin and the next or the last one.
 __device__ __forceinline__ void count_score(uint32_t* counts, uint32_t bits) {
   const uint32_t bin = bits >> (32 - kBinBits);
@@ -411,73 +393,88 @@ __device__ __forceinline__ void count_score(uint32_t* counts, uint32_t bits) {
 }
 
 // A warpgroup: scores of its tiles of the span.
-template <class Memory>
+template <bool kMany, bool kRestricted, bool kPublishes>
 __device__ void score_tiles(
-    const IndexSplit& s, Memory& shared, int first, int tokens, int begin, int span) {
-  constexpr int kStages = Memory::kStages, kStride = kWarpgroups * kTileSlots;
+    const IndexSplit& s, Shared<kMany>& shared, int first, int tokens, int begin, int span) {
+  constexpr int kStages = Shared<kMany>::kStages, kWarpgroups = Shared<kMany>::kWarpgroups;
+  constexpr int kStride = kWarpgroups * kTileSlots;
   const int block_warp = __shfl_sync(kAllLanes, static_cast<int>(threadIdx.x) / kWarp, 0);
   const int warpgroup = block_warp / 4, warp = block_warp % 4;
   const Lane lane;
   const uint64_t query = wgmma_operand(shared.query[0]);
   const float scale = s.p.scale * kLate;
-  const bool publishes = s.blocks.bound > 0;
-  const bool restricted = !Memory::kShares && s.p.candidates != nullptr;
   uint32_t* scores = keep(s.entries.scores + int64_t{first} * s.entries.bound);
   uint32_t* block_scores = s.blocks.scores + int64_t{first} * s.blocks.bound;
-  int before = 0;  // tiles of earlier runs
-  uint32_t copied = 0, read = 0;
+  auto& rows_of = shared.rows[warpgroup];
+  auto& arrived = shared.arrived[warpgroup];
+  auto& freed = shared.freed[warpgroup];
+  int before = 0;                             // tiles of earlier runs
+  uint32_t copied = 0, stage = 0, phase = 0;  // stage and phase of the tile that is scored
   barrier_wait(&shared.queries_arrived, 0);
   for_each_run(shared, tokens, begin, span, [&](int from, int to, int slots, int end) {
+    end = keep(end);
     int visible = 0;
     for (int i = from; i < to; ++i) {
       visible = max(visible, shared.visible[i]);
     }
-    const Rows rows(s.p, shared.sequence[from], first + from, slots, visible);
+    const PagedRows& pages = s.p.index[shared.sequence[from]];
+    const int contiguous = contiguous_slots(pages, kRestricted);
+    const Rows rows{.pages = pages.pages,
+                    .page_rows = static_cast<uint32_t>(pages.page_rows),
+                    .candidates = kRestricted
+                                      ? s.p.candidates + int64_t{first + from} * s.p.candidate_width
+                                      : nullptr,
+                    .slots = slots,
+                    .visible = visible,
+                    .run_slots = max(contiguous, kRun),
+                    .bulk = contiguous > 0,
+                    .stride = kStride};
     const int start = begin + (warpgroup + before) % kWarpgroups * kTileSlots;
     // The first warp: the runs of the batch whose tiles are copied now, and blocks of the next one.
     Run run;
     int block = 0, turn = 0;
     const auto find = [&](int tile) {
       run.find(rows, tile, block);
-      block = rows.block(tile + rows.batch * kStride);
+      block = rows.block(tile + rows.batch() * kStride);
     };
     const auto copy = [&](int tile) {
-      if (tile < end) {
-        const uint32_t stage = copied % kStages;
-        run.copy(rows,
-                 turn,
-                 shared.rows[warpgroup][stage],
-                 shared.entry[warpgroup][stage],
-                 &shared.arrived[warpgroup][stage]);
-        ++copied;
-        if (++turn == rows.batch) {
-          turn = 0;
-          find(tile + kStride);
-        }
+      const uint32_t to_stage = copied % kStages;
+      if (copied >= kStages) {
+        barrier_wait(&freed[to_stage], static_cast<int>((copied / kStages - 1) % 2));
+      }
+      run.copy(
+          rows, turn, rows_of[to_stage], shared.entry[warpgroup][to_stage], &arrived[to_stage]);
+      ++copied;
+      if (++turn == rows.batch()) {
+        turn = 0;
+        find(tile + kStride);
       }
     };
     if (warp == 0) {
       block = rows.block(start);
       find(start);
-      for (int i = 0; i < kStages; ++i) {
-        copy(start + i * kStride);
+      for (int tile = start; tile < min(end, start + kStages * kStride); tile += kStride) {
+        copy(tile);
       }
     }
     for (int tile = start; tile < end; tile += kStride) {
-      const uint32_t stage = read % kStages;
-      barrier_wait(&shared.arrived[warpgroup][stage], static_cast<int>(read / kStages % 2));
-      ++read;
+      barrier_wait(&arrived[stage], static_cast<int>(phase));
       Keys keys;
-      keys.load(shared.rows[warpgroup][stage], shared.table, lane, scale);
-      int entry[2] = {0, 0};
-      if (restricted) {
+      keys.load(rows_of[stage], shared.table, lane, scale);
+      int entry[2];
+      if constexpr (kRestricted) {
         entry[0] = shared.entry[warpgroup][stage][2 * warp];
         entry[1] = shared.entry[warpgroup][stage][2 * warp + 1];
       }
-      warpgroup_barrier(warpgroup);  // all have their keys of this tile: its stage is free
-      if (warp == 0) {
-        copy(tile + kStages * kStride);
+      __syncwarp();
+      if (threadIdx.x % kWarp == 0) {
+        barrier_arrive(&freed[stage]);
       }
+      const auto copy_later = [&] {
+        if (warp == 0 && tile + kStages * kStride < end) {
+          copy(tile + kStages * kStride);
+        }
+      };
       const int row_slot = tile + warp * 16 + lane.g;
 
       const auto weigh = [&]<int kCount>(const Piece<kCount>& piece, int m) {
@@ -487,16 +484,16 @@ __device__ void score_tiles(
         const bool owns = kCount == 1 ? lane.t < 2 : own < to;
         const bool listed = slot < (owns ? shared.slots[own] : 0);
         uint32_t bits = ordered_bits(sum * (half == 0 ? keys.factor[0] : keys.factor[1]));
-        if (restricted) {
+        if constexpr (kRestricted) {
           // Slots without an entry score lowest of all, below every bin that can be chosen.
-          const int block = half == 0 ? entry[0] : entry[1];
-          bits = block >= 0 && block + lane.g < shared.visible[own] ? bits : 0;
+          const int first_entry = half == 0 ? entry[0] : entry[1];
+          bits = first_entry >= 0 && first_entry + lane.g < visible ? bits : 0;
         }
         if (listed) {
           scores[static_cast<uint32_t>(own * s.entries.bound + slot)] = bits;
           count_score(shared.count[own], bits);
         }
-        if (publishes) {
+        if constexpr (kPublishes) {
           uint32_t best = listed ? bits : 0;
 #pragma unroll
           for (int step = 4; step < 32; step *= 2) {
@@ -511,41 +508,32 @@ __device__ void score_tiles(
         }
       };
       wgmma_fence(keys.a);
-      if constexpr (Memory::kShares) {
-        // Two pieces take turns: one is weighed while the tensor cores work on the other.
-        const auto operand = [&](int m) { return operand_at(query, m * (kQueryBytes / 16)); };
-        Piece<2> even, odd;
-        even.start(keys, operand(from));
-        for (int m = from;; m += 4) {
-          if (m + 2 >= to) {
-            wgmma_wait<0>();
-            weigh(even, m);
-            break;
+      if constexpr (kMany) {
+        Piece<2> piece;
+        for (int m = from; m < to; m += 2) {
+          wgmma_fence();
+          piece.start(keys, operand_at(query, m * (kQueryBytes / 16)));
+          if (m == from) {
+            copy_later();
           }
-          odd.start(keys, operand(m + 2));
-          wgmma_wait<1>();
-          weigh(even, m);
-          if (m + 4 >= to) {
-            wgmma_wait<0>();
-            weigh(odd, m + 2);
-            break;
-          }
-          even.start(keys, operand(m + 4));
-          wgmma_wait<1>();
-          weigh(odd, m + 2);
+          wgmma_wait<0>();
+          weigh(piece, m);
         }
       } else {
         Piece<1> piece;
         piece.start(keys, query);
+        copy_later();
         wgmma_wait<0>();
         weigh(piece, 0);
       }
+      stage = (stage + 1) % kStages;
+      phase ^= stage == 0 ? 1u : 0u;
     }
     before += (end - begin) / kTileSlots;
   });
 }
 
-template <bool kMany>
+template <bool kMany, bool kRestricted, bool kPublishes>
 __global__ void __launch_bounds__(Shared<kMany>::kThreads, Shared<kMany>::kBlocks)
     score_kernel(const __grid_constant__ IndexSplit s, int span) {
   using Memory = Shared<kMany>;
@@ -554,7 +542,7 @@ __global__ void __launch_bounds__(Shared<kMany>::kThreads, Shared<kMany>::kBlock
   const int first = static_cast<int>(blockIdx.y) * s.group,
             begin = static_cast<int>(blockIdx.x) * span;
   const int tokens = min(s.group, s.tokens - first);
-  const int lists = s.blocks.bound > 0 ? 2 : 1;
+  constexpr int kLists = kPublishes ? 2 : 1;
   if (thread < kShifts) {
     const auto four = [&](uint32_t code) {
       float v[4];
@@ -566,13 +554,14 @@ __global__ void __launch_bounds__(Shared<kMany>::kThreads, Shared<kMany>::kBlock
     };
     shared.table[thread] = make_uint2(four(0), four(4));
   }
-  if (thread < kWarpgroups * Memory::kStages) {
+  if (thread < Memory::kWarpgroups * Memory::kStages) {
     barrier_init(&shared.arrived[0][thread], 1);
+    barrier_init(&shared.freed[0][thread], 4);
   }
   if (thread == 0) {
     barrier_init(&shared.queries_arrived, 1);
   }
-  for (int i = thread; i < tokens * lists * (kBins / 8); i += Memory::kThreads) {
+  for (int i = thread; i < tokens * kLists * (kBins / 8); i += Memory::kThreads) {
     const int list = i / (tokens * (kBins / 8)), at = i % (tokens * (kBins / 8));
     reinterpret_cast<uint4*>(shared.count[list * s.group])[at] = make_uint4(0, 0, 0, 0);
   }
@@ -602,7 +591,7 @@ __global__ void __launch_bounds__(Shared<kMany>::kThreads, Shared<kMany>::kBlock
               &shared.queries_arrived);
   }
   __syncwarp();
-  score_tiles(s, shared, first, tokens, begin, span);
+  score_tiles<kMany, kRestricted, kPublishes>(s, shared, first, tokens, begin, span);
   __syncthreads();
   const auto flush = [&](const IndexList& list, const uint32_t* counts) {
     int* histogram = list.histogram + int64_t{first} * kBins;
@@ -618,26 +607,35 @@ __global__ void __launch_bounds__(Shared<kMany>::kThreads, Shared<kMany>::kBlock
     }
   };
   flush(s.entries, shared.count[0]);
-  if (lists == 2) {
+  if constexpr (kPublishes) {
     flush(s.blocks, shared.count[s.group]);
   }
 }
 
-template <bool kMany>
+template <bool kMany, bool kRestricted, bool kPublishes>
 Status run(const OpContext& ctx, const IndexSplit& s) {
   using Memory = Shared<kMany>;
   static_assert(sizeof(Memory) * Memory::kBlocks <= kSharedCapacity);
   const int64_t groups = ceil_div(s.tokens, s.group), tiles = ceil_div(s.entries.bound, kTileSlots);
-  // Spans of equal length that fill the device a whole number of times.
-  constexpr int64_t kAtOnce = int64_t{kMultiprocessors} * Memory::kBlocks;
-  int64_t spans = std::clamp<int64_t>(kAtOnce / groups, 1, tiles);
-  for (int64_t rounds = 2; ceil_div(tiles, spans) > kMostTiles; ++rounds) {
-    spans = std::max<int64_t>(rounds * kAtOnce / groups, 1);
+  // Spans of equal length that fill the device a whole number of times, in the fewest steps; a
+  // block costs about as much as kBlockTiles tiles by itself.
+  constexpr int64_t kAtOnce = int64_t{kMultiprocessors} * Memory::kBlocks, kBlockTiles = 8;
+  int64_t span = 0, steps = std::numeric_limits<int64_t>::max();
+  for (int64_t rounds = 1, tried = 0; tried < 8; ++rounds) {
+    const int64_t spans = std::clamp<int64_t>(rounds * kAtOnce / groups, 1, tiles);
+    const int64_t length = ceil_div(tiles, spans);
+    if (length > kMostTiles) {
+      continue;
+    }
+    ++tried;
+    if (rounds * (length + kBlockTiles) < steps) {
+      steps = rounds * (length + kBlockTiles);
+      span = length;
+    }
   }
-  const int64_t span = ceil_div(tiles, spans);
   return launch(ctx,
                 "index_score",
-                score_kernel<kMany>,
+                score_kernel<kMany, kRestricted, kPublishes>,
                 dim3(extent(ceil_div(tiles, span)), extent(groups)),
                 Memory::kThreads,
                 sizeof(Memory),
@@ -663,7 +661,14 @@ Status index_scores(const OpContext& ctx, const IndexSplit& s, DType act) {
                   0,
                   s);
   }));
-  return s.group == 1 ? run<false>(ctx, s) : run<true>(ctx, s);
+  const bool publishes = s.blocks.bound > 0;
+  if (s.group > 1) {
+    return publishes ? run<true, false, true>(ctx, s) : run<true, false, false>(ctx, s);
+  }
+  if (s.p.candidates != nullptr) {
+    return run<false, true, false>(ctx, s);
+  }
+  return publishes ? run<false, false, true>(ctx, s) : run<false, false, false>(ctx, s);
 }
 
 }  // namespace cachalot::ops::cuda

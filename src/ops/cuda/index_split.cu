@@ -29,7 +29,7 @@ constexpr int64_t kBlocksWanted = 1056;
 constexpr int kRound = 1024;  // candidates of a finish block between two looks at its buffer
 constexpr int kPerThread = kBins / kThreads;
 constexpr int kFinishRoom = 4096;
-constexpr int64_t kMostTokens = 512;  // of a pass
+constexpr int64_t kMostTokens = 1024;  // of a pass
 
 // The bin of the k-th largest score, or 0 if there are no more than k. All threads.
 __device__ int threshold_bin(const int* histogram, int k, int* slots) {
@@ -289,10 +289,12 @@ Status index_split(OpContext& ctx, const IndexSelectArgs& args) {
   IndexSplit s{.p = all, .group = group_tokens(all, t, args.rows.sequences)};
   // A dozen arrays, each aligned.
   constexpr int64_t kSlack = 12 * 64;
-  int64_t pass = std::min(ceil_div(t, s.group), kMostTokens / s.group) * s.group;
+  // Passes of about the same length, in whole groups.
+  const auto whole = [&](int64_t tokens) { return ceil_div(tokens, s.group) * s.group; };
+  int64_t pass = whole(ceil_div(t, ceil_div(t, kMostTokens)));
   while (pass > s.group && ctx.scratch != nullptr &&
          !ctx.scratch->fits(pass * token_bytes + kSlack)) {
-    pass = ceil_div(pass / s.group, 2) * s.group;
+    pass = whole(pass / 2);
   }
   Scratch scratch(ctx);
   take(scratch, s.entries, pass, slots, all.k, nullptr);
