@@ -379,18 +379,21 @@ def build_table(r):
     half = lambda arm, s: r.steps[arm, s][len(r.steps[arm, s]) // 2:]
     base = r.seeds("base")
     adam, seeds = r.best("adamw", ADAM_RATES)
-    rates = len([x for x in ADAM_RATES if r.seeds(f"adamw-{x:g}")])
-    muon_rows(r, t, f"Muon against AdamW (best of {rates} rates)", "base", "base-short", adam,
+    searched = lambda prefix, rates: len([x for x in rates if r.seeds(f"{prefix}-{x:g}")])
+    muon_rows(r, t, f"Muon against AdamW (rates: {searched('adamw', ADAM_RATES)})", "base", "base-short", adam,
               [s for s in seeds if s in base])
     muon, seeds = r.best("matrices-muon", MATRIX_RATES)
     adam, adam_seeds = r.best("matrices-adamw", MATRIX_RATES)
-    muon_rows(r, t, "Muon against AdamW without tables, each at the best of 3 rates", muon,
+    muon_rows(r, t, "Muon against AdamW without tables (rates of each: 3)", muon,
               muon and muon.replace("muon-", "muon-short-"), adam, [s for s in seeds if s in adam_seeds])
     tables, seeds = r.best("adamw-tables", TABLE_RATES)
     seeds = [s for s in seeds if s in base]
-    name = "Sinkhorn update against AdamW on embedding, head and Engram tables"
+    name = ("Sinkhorn update against AdamW on embedding, head and Engram tables "
+            f"(rates: {searched('adamw-tables', TABLE_RATES)})")
     t.each(name, "final held-out loss, Sinkhorn less AdamW, nats", "<= 0.01", seeds,
-           lambda s: r.final("base", s) - r.final(tables, s), lambda v: v <= 0.01, "{:+.3f}")
+           lambda s: r.final("base", s) - r.final(tables, s),
+           # A rate that was not searched may be the better one.
+           (lambda v: v <= 0.01) if searched("adamw-tables", TABLE_RATES) == len(TABLE_RATES) else None, "{:+.3f}")
     t.each(name, "optimizer state of these tensors, Sinkhorn over AdamW", "0.5", seeds,
            lambda s: r.bytes["base", s] / r.bytes[tables, s], lambda v: v == 0.5, "{:.2f}")
     t.each("Engram on against off, off with more multiply-adds", "final held-out loss, off less on, nats", ">= 0.01",
