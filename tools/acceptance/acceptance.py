@@ -28,6 +28,11 @@ HERE = pathlib.Path(__file__).resolve().parent
 ADAM_RATES = (0.125, 0.25, 0.5, 1.0, 2.0)
 # Those of AdamW for tables: a row is hit rarely, so larger ones may be better.
 TABLE_RATES = (0.5, 1.0, 2.0)
+# Muon against AdamW on the matrices: without the tables, which learn most in so short a run whatever the matrices
+# do, with both rates searched, in as many steps as `nano` makes in three minutes of its GPU (230 to 460).
+MATRIX_RATES = (0.5, 1.0, 2.0)
+MATRICES = ["schedule.steps=250", "schedule.warmup_steps=25"]
+NO_TABLES = ["engram_layer_ids=[]"]
 NEEDLE_KEYS, NEEDLE_VALUES, NEEDLE_PAIRS, NEEDLE_ASKED, NEEDLE_DISTANCE, NEEDLE_NOISE = 16, 16, 8, 4, 64, 8
 EXPORTED = ["quant.window=true", "quant.main=true", "quant.index=true", "quant.experts=true",
             "quant.engram=true", "quant.linears=true", "quant.plain=true"]
@@ -53,6 +58,14 @@ ARMS = {
        for rate in ADAM_RATES},
     **{f"adamw-tables-{rate:g}": Arm("text.toml", ['optimizer.tables="adamw"', f"optimizer.table_rate={rate}"])
        for rate in TABLE_RATES},
+    **{f"matrices-muon-{rate:g}": Arm("text.toml", [*MATRICES, f"optimizer.matrix_rate={rate}"], NO_TABLES)
+       for rate in MATRIX_RATES},
+    **{f"matrices-adamw-{rate:g}":
+       Arm("text.toml", [*MATRICES, 'optimizer.matrices="adamw"', f"optimizer.matrix_rate={rate}"], NO_TABLES)
+       for rate in MATRIX_RATES},
+    **{f"matrices-muon-short-{rate:g}":
+       Arm("text.toml", [*MATRICES, "schedule.steps=200", f"optimizer.matrix_rate={rate}"], NO_TABLES)
+       for rate in MATRIX_RATES},
     # Wider experts make up for Engram's projections: 1.41 M multiply-adds per token instead of 1.36 M.
     "no-engram": Arm("text.toml", model=["engram_layer_ids=[]", "moe_intermediate_size=96"]),
     "residual": Arm("text.toml", ['model.mixing="plain"'], ["hc_mult=1"]),
@@ -73,7 +86,9 @@ FIRST = ["base", "needle", "dense", "no-engram", "adamw-0.5", "adamw-1", "adamw-
          "needle-window", "tuned", "tuned-qat", "indexer"]
 ORDER = ([(arm, 1) for arm in FIRST] + [(arm, 2) for arm in FIRST] +
          [(arm, seed) for seed in (1, 2) for arm in ["free-mixing", "adamw-0.125"]] +
-         [(f"adamw-tables-{rate:g}", seed) for seed in (1, 2) for rate in TABLE_RATES])
+         [(f"adamw-tables-{rate:g}", seed) for seed in (1, 2) for rate in TABLE_RATES] +
+         [(f"matrices-{update}-{rate:g}", seed) for seed in (1, 2) for update in ("muon", "adamw", "muon-short")
+          for rate in MATRIX_RATES])
 
 
 # Data. ------------------------------------------------------------------------------------------------
@@ -347,26 +362,38 @@ def tail(records, key, count):
     return sum(values) / len(values)
 
 
+def muon_rows(r, t, name, muon, short, adam, seeds):
+    """`short` is Muon with its whole schedule in 0.8 of the steps."""
+    t.each(name, "share of the steps at which Muon has AdamW's final held-out loss", "<= 0.80", seeds,
+           lambda s: (r.step_of(muon, s, r.final(adam, s)) or math.inf) / r.steps[muon, s][-1]["step"],
+           lambda v: v <= 0.8, "{:.2f}")
+    t.each(name, "final held-out loss of Muon in 0.8 of the steps, less AdamW's, nats", "<= 0",
+           [s for s in seeds if s in r.seeds(short)], lambda s: r.final(short, s) - r.final(adam, s),
+           lambda v: v <= 0, "{:+.3f}")
+    t.each(name, "final held-out loss, Muon less AdamW, nats", "", seeds,
+           lambda s: r.final(muon, s) - r.final(adam, s), None, "{:+.3f}")
+
+
 def build_table(r):
     t = Table()
     half = lambda arm, s: r.steps[arm, s][len(r.steps[arm, s]) // 2:]
     base = r.seeds("base")
     adam, seeds = r.best("adamw", ADAM_RATES)
-    name = f"Muon against AdamW (best of {len([x for x in ADAM_RATES if r.seeds(f'adamw-{x:g}')])} rates)"
-    seeds = [s for s in seeds if s in base]
-    t.each(name, "share of the steps at which Muon has AdamW's final held-out loss", "<= 0.80", seeds,
-           lambda s: (r.step_of("base", s, r.final(adam, s)) or math.inf) / r.steps["base", s][-1]["step"],
-           lambda v: v <= 0.8, "{:.2f}")
-    t.each(name, "final held-out loss of Muon in 0.8 of the steps, less AdamW's, nats", "<= 0",
-           [s for s in seeds if s in r.seeds("base-short")], lambda s: r.final("base-short", s) - r.final(adam, s),
-           lambda v: v <= 0, "{:+.3f}")
-    t.each(name, "final held-out loss, Muon less AdamW, nats", "", seeds,
-           lambda s: r.final("base", s) - r.final(adam, s), None, "{:+.3f}")
+    searched = lambda prefix, rates: len([x for x in rates if r.seeds(f"{prefix}-{x:g}")])
+    muon_rows(r, t, f"Muon against AdamW (rates: {searched('adamw', ADAM_RATES)})", "base", "base-short", adam,
+              [s for s in seeds if s in base])
+    muon, seeds = r.best("matrices-muon", MATRIX_RATES)
+    adam, adam_seeds = r.best("matrices-adamw", MATRIX_RATES)
+    muon_rows(r, t, "Muon against AdamW without tables (rates of each: 3)", muon,
+              muon and muon.replace("muon-", "muon-short-"), adam, [s for s in seeds if s in adam_seeds])
     tables, seeds = r.best("adamw-tables", TABLE_RATES)
     seeds = [s for s in seeds if s in base]
-    name = "Sinkhorn update against AdamW on embedding, head and Engram tables"
+    name = ("Sinkhorn update against AdamW on embedding, head and Engram tables "
+            f"(rates: {searched('adamw-tables', TABLE_RATES)})")
     t.each(name, "final held-out loss, Sinkhorn less AdamW, nats", "<= 0.01", seeds,
-           lambda s: r.final("base", s) - r.final(tables, s), lambda v: v <= 0.01, "{:+.3f}")
+           lambda s: r.final("base", s) - r.final(tables, s),
+           # A rate that was not searched may be the better one.
+           (lambda v: v <= 0.01) if searched("adamw-tables", TABLE_RATES) == len(TABLE_RATES) else None, "{:+.3f}")
     t.each(name, "optimizer state of these tensors, Sinkhorn over AdamW", "0.5", seeds,
            lambda s: r.bytes["base", s] / r.bytes[tables, s], lambda v: v == 0.5, "{:.2f}")
     t.each("Engram on against off, off with more multiply-adds", "final held-out loss, off less on, nats", ">= 0.01",
@@ -456,7 +483,10 @@ def panels(r):
         return points
 
     held = "held-out loss, nats per byte"
+    muon, _ = r.best("matrices-muon", MATRIX_RATES)
+    matrices_adam, _ = r.best("matrices-adamw", MATRIX_RATES)
     return [("Muon and AdamW: " + held, loss, [("base", "Muon"), (adam, "AdamW, best rate")]),
+            ("without tables: " + held, loss, [(muon, "Muon, best rate"), (matrices_adam, "AdamW, best rate")]),
             ("tables: " + held, loss, [("base", "Sinkhorn"), (tables, "AdamW, best rate")]),
             ("Engram: " + held, loss, [("base", "on"), ("no-engram", "off")]),
             ("hyper-connections: " + held, loss,
