@@ -7,7 +7,11 @@ namespace {
 
 // Short spins keep the hand-over between back-to-back ops below a microsecond; a thread that finds
 // no work in this many polls sleeps.
-constexpr int kSpinPolls = 20000;
+constexpr int kSpinPolls = 4000;
+
+// A claim takes this share of what is left per thread: ranges are long at first, so that memory is
+// read in long stretches, and short at the end, so that no thread waits long.
+constexpr int kClaimsPerThread = 4;
 
 void pause() {
 #if defined(__x86_64__)
@@ -27,40 +31,54 @@ ThreadPool::ThreadPool(int threads) {
 }
 
 ThreadPool::~ThreadPool() {
-  {
-    std::lock_guard lock(mutex_);
-    stop_ = true;
-    generation_.fetch_add(1, std::memory_order_release);
-  }
-  wake_.notify_all();
+  stop_ = true;
+  start();
   for (std::thread& worker : workers_) {
     worker.join();
   }
 }
 
-void ThreadPool::worker_loop(int index) {
-  uint64_t seen = 0;
-  while (true) {
-    for (int poll = 0; poll < kSpinPolls; ++poll) {
-      if (generation_.load(std::memory_order_acquire) != seen) {
-        break;
-      }
-      pause();
+// Who sleeps and who wakes meet without the mutex unless somebody does sleep: a sleeper counts
+// itself before it looks at the state for the last time, a waker changes the state before it reads
+// the count, and in the one order of these operations at least one of the two sees the other.
+template <class Ready>
+void ThreadPool::wait(Sleepers& sleepers, const Ready& ready) {
+  for (int poll = 0; poll < kSpinPolls; ++poll) {
+    if (ready()) {
+      return;
     }
-    const std::function<void(int)>* task = nullptr;
+    pause();
+  }
+  std::unique_lock lock(mutex_);
+  ++sleepers.count;
+  sleepers.wake.wait(lock, ready);
+  --sleepers.count;
+}
+
+void ThreadPool::wake(Sleepers& sleepers) {
+  if (sleepers.count > 0) {
+    // Behind this lock, a thread that counted itself waits or has seen the new state.
     {
-      std::unique_lock lock(mutex_);
-      wake_.wait(lock, [&] { return generation_.load(std::memory_order_relaxed) != seen; });
-      if (stop_) {
-        return;
-      }
-      seen = generation_.load(std::memory_order_relaxed);
-      task = task_;
-    }
-    (*task)(index);
-    if (running_.fetch_sub(1, std::memory_order_acq_rel) == 1) {
       std::lock_guard lock(mutex_);
-      done_.notify_one();
+    }
+    sleepers.wake.notify_all();
+  }
+}
+
+void ThreadPool::start() {
+  ++generation_;
+  wake(idle_);
+}
+
+void ThreadPool::worker_loop(int index) {
+  for (uint64_t seen = 0;; ++seen) {
+    wait(idle_, [&] { return generation_ != seen; });
+    if (stop_) {
+      return;
+    }
+    (*task_)(index);
+    if (--running_ == 0) {
+      wake(caller_);
     }
   }
 }
@@ -70,22 +88,11 @@ void ThreadPool::run(const std::function<void(int)>& task) {
     task(0);
     return;
   }
-  {
-    std::lock_guard lock(mutex_);
-    task_ = &task;
-    running_.store(static_cast<int>(workers_.size()), std::memory_order_relaxed);
-    generation_.fetch_add(1, std::memory_order_release);
-  }
-  wake_.notify_all();
+  task_ = &task;
+  running_ = static_cast<int>(workers_.size());
+  start();
   task(0);
-  for (int poll = 0; poll < kSpinPolls; ++poll) {
-    if (running_.load(std::memory_order_acquire) == 0) {
-      return;
-    }
-    pause();
-  }
-  std::unique_lock lock(mutex_);
-  done_.wait(lock, [&] { return running_.load(std::memory_order_acquire) == 0; });
+  wait(caller_, [&] { return running_ == 0; });
 }
 
 void ThreadPool::parallel_for(int64_t n,
@@ -123,12 +130,14 @@ void ThreadPool::parallel_for_dynamic(int64_t n,
   }
   std::atomic<int64_t> next{0};
   run([&](int) {
-    while (true) {
-      const int64_t begin = next.fetch_add(grain, std::memory_order_relaxed);
-      if (begin >= n) {
-        return;
+    int64_t begin = next;
+    while (begin < n) {
+      const int64_t share = (n - begin) / (kClaimsPerThread * threads());
+      const int64_t end = std::min(n, begin + std::max(grain, share / grain * grain));
+      if (next.compare_exchange_weak(begin, end)) {
+        body(begin, end);
+        begin = next;
       }
-      body(begin, std::min(n, begin + grain));
     }
   });
 }

@@ -28,23 +28,35 @@ class ThreadPool {
   // all have ended. Ranges start at multiples of `grain`. One caller at a time; not re-entrant.
   void parallel_for(int64_t n, int64_t grain, const std::function<void(int64_t, int64_t)>& body);
 
-  // As parallel_for, but ranges of `grain` indices are claimed one by one: for uneven work.
+  // As parallel_for, but ranges are claimed one after another, shorter and shorter, down to `grain`
+  // indices: for uneven work.
   void parallel_for_dynamic(int64_t n,
                             int64_t grain,
                             const std::function<void(int64_t, int64_t)>& body);
 
  private:
+  // Threads that found nothing to do for long enough.
+  struct Sleepers {
+    std::atomic<int> count{0};
+    std::condition_variable wake;
+  };
+
   void run(const std::function<void(int)>& task);
+  void start();
   void worker_loop(int index);
+  template <class Ready>
+  void wait(Sleepers& sleepers, const Ready& ready);
+  void wake(Sleepers& sleepers);
 
   std::vector<std::thread> workers_;
-  std::mutex mutex_;
-  std::condition_variable wake_;
-  std::condition_variable done_;
+  std::mutex mutex_;  // of those who sleep
+  Sleepers idle_;     // workers
+  Sleepers caller_;
+  // Written before generation_ moves on, read behind it.
   const std::function<void(int)>* task_ = nullptr;
+  bool stop_ = false;
   std::atomic<uint64_t> generation_{0};
   std::atomic<int> running_{0};
-  bool stop_ = false;
 };
 
 }  // namespace cachalot

@@ -2,11 +2,13 @@
 #include <sys/stat.h>
 
 #include <atomic>
+#include <chrono>
 #include <cmath>
 #include <filesystem>
 #include <limits>
 #include <nlohmann/json.hpp>
 #include <numeric>
+#include <thread>
 #include <vector>
 
 #include "base/file.h"
@@ -67,6 +69,23 @@ TEST(ThreadPool, SurvivesManyShortTasks) {
     pool.parallel_for(3, 1, [&](int64_t begin, int64_t end) { sum += end - begin; });
   }
   EXPECT_EQ(sum.load(), 15000);
+}
+
+TEST(ThreadPool, WakesThreadsThatSleep) {
+  constexpr std::chrono::milliseconds kLong(5);  // for a thread that polls
+  ThreadPool pool(3);
+  std::atomic<int64_t> sum{0};
+  for (int i = 0; i < 20; ++i) {
+    // The workers sleep before a task, the caller before the last worker is done.
+    std::this_thread::sleep_for(kLong);
+    pool.parallel_for(3, 1, [&](int64_t begin, int64_t end) {
+      if (begin == 2) {
+        std::this_thread::sleep_for(kLong);
+      }
+      sum += end - begin;
+    });
+  }
+  EXPECT_EQ(sum.load(), 60);
 }
 
 // Known answers of Random123's philox4x32-10.

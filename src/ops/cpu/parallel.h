@@ -25,7 +25,7 @@ void parallel_for(const OpContext& ctx, int64_t n, int64_t grain, Body&& body) {
   ctx.pool->parallel_for(n, grain, std::forward<Body>(body));
 }
 
-// body(index) for each index of [0, n), claimed one by one.
+// body(index) for each index of [0, n), claimed as in parallel_for_dynamic.
 template <class Body>
 void parallel_tasks(const OpContext& ctx, int64_t n, Body&& body) {
   const auto range = [&](int64_t begin, int64_t end) {
