@@ -1,4 +1,4 @@
-// Row primitives: activations, pooling, scores, and the mass of logits.
+// Row primitives: activations, pooling, scores, and the rank and mass of logits.
 #include "ops/cpu/targets.h"
 
 #undef HWY_TARGET_INCLUDE
@@ -8,6 +8,8 @@
 #include "ops/cpu/simd_math_inl.h"
 
 #include <algorithm>
+#include <functional>
+#include <limits>
 
 HWY_BEFORE_NAMESPACE();
 namespace cachalot::ops::cpu {
@@ -65,6 +67,53 @@ void router_scores(float* row, int64_t n, float temperature) {
   }
 }
 
+void rank_form(const float* logits, int64_t n, float* row) {
+  const F32 d;
+  const auto none = hn::Set(d, -std::numeric_limits<float>::infinity());
+  for (int64_t i = 0; i < n; i += kLanes) {
+    const auto x = load_at(logits, i, n);
+    store_at(hn::IfThenElse(hn::IsNaN(x), none, hn::Add(x, hn::Zero(d))), row, i, n);
+  }
+}
+
+int64_t best_candidates(const float* row, int64_t n, int64_t k, float* work, int32_t* ids) {
+  // The largest of each kStretch values kLanes apart: k of these maxima are k values of the row, so
+  // no value below the k-th maximum is among the k best.
+  constexpr int64_t kStretch = 16;
+  const F32 d;
+  int64_t count = 0;
+  for (int64_t i = 0; i + kStretch * kLanes <= n; i += kStretch * kLanes) {
+    auto most = load_vec(row + i);
+    for (int64_t v = 1; v < kStretch; ++v) {
+      most = hn::Max(most, load_vec(row + i + v * kLanes));
+    }
+    store_vec(most, work + count);
+    count += kLanes;
+  }
+  if (count < k) {
+    return 0;
+  }
+  std::nth_element(work, work + k - 1, work + count, std::greater<float>());
+  const float least = work[k - 1];
+  if (least == -std::numeric_limits<float>::infinity()) {
+    return 0;
+  }
+  const auto bound = hn::Set(d, least);
+  count = 0;
+  for (int64_t i = 0; i < n; i += kLanes) {
+    const int64_t end = std::min(n, i + kLanes);
+    if (i + kLanes <= n && hn::AllFalse(d, hn::Ge(load_vec(row + i), bound))) {
+      continue;
+    }
+    for (int64_t j = i; j < end; ++j) {
+      if (row[j] >= least) {
+        ids[count++] = static_cast<int32_t>(j);
+      }
+    }
+  }
+  return count;
+}
+
 float exp_mass(const float* row, int64_t n, float best, float scale) {
   // Chains of kBlock values in FP32, their sums in double.
   constexpr int64_t kBlock = 4096;
@@ -104,6 +153,8 @@ HWY_EXPORT(swiglu_row);
 HWY_EXPORT(add_rounded);
 HWY_EXPORT(pool_pair);
 HWY_EXPORT(router_scores);
+HWY_EXPORT(rank_form);
+HWY_EXPORT(best_candidates);
 HWY_EXPORT(exp_mass);
 
 void swiglu_row(
@@ -123,6 +174,12 @@ void pool_pair(const float* kv0,
 }
 void router_scores(float* row, int64_t n, float temperature) {
   HWY_DYNAMIC_DISPATCH(router_scores)(row, n, temperature);
+}
+void rank_form(const float* logits, int64_t n, float* row) {
+  HWY_DYNAMIC_DISPATCH(rank_form)(logits, n, row);
+}
+int64_t best_candidates(const float* row, int64_t n, int64_t k, float* work, int32_t* ids) {
+  return HWY_DYNAMIC_DISPATCH(best_candidates)(row, n, k, work, ids);
 }
 float exp_mass(const float* row, int64_t n, float best, float scale) {
   return HWY_DYNAMIC_DISPATCH(exp_mass)(row, n, best, scale);

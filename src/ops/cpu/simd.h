@@ -102,6 +102,12 @@ void pool_pair(const float* kv0,
 // sqrt(ln(1 + e^(x / temperature))) in place.
 void router_scores(float* row, int64_t n, float temperature);
 
+// Logits as values that compare: -inf for NaN, +0 for -0. Only n elements of row are written.
+void rank_form(const float* logits, int64_t n, float* row);
+// The ids, ascending, of all values of a rank_form() row that are not below some bound which k of
+// them reach; 0 if it found no finite bound. work: n floats, ids: n.
+int64_t best_candidates(const float* row, int64_t n, int64_t k, float* work, int32_t* ids);
+
 // sum_i e^((x_i - best) scale), where a value equal to `best`, the largest, counts 1. No NaN.
 float exp_mass(const float* row, int64_t n, float best, float scale);
 
