@@ -33,28 +33,29 @@ template <int kRows, int kKeys>
 HWY_NOINLINE void score_tile(
     const float* q, int64_t depth, const float* const* keys, float scale, float* scores) {
   Vec acc[kRows][kKeys];
+  CACHALOT_UNROLL
   for (int r = 0; r < kRows; ++r) {
+    CACHALOT_UNROLL
     for (int c = 0; c < kKeys; ++c) {
       acc[r][c] = hn::Zero(F32());
     }
   }
   for (int64_t i = 0; i < depth; i += kLanes) {
     Vec key[kKeys];
+    CACHALOT_UNROLL
     for (int c = 0; c < kKeys; ++c) {
       key[c] = load_vec(keys[c] + i);
     }
+    CACHALOT_UNROLL
     for (int r = 0; r < kRows; ++r) {
       const auto value = load_vec(q + r * depth + i);
+      CACHALOT_UNROLL
       for (int c = 0; c < kKeys; ++c) {
         acc[r][c] = hn::MulAdd(key[c], value, acc[r][c]);
       }
     }
   }
-  for (int r = 0; r < kRows; ++r) {
-    for (int c = 0; c < kKeys; ++c) {
-      scores[r * kKeyBlock + c] = scale * lane_sum(acc[r][c]);
-    }
-  }
+  store_sums(acc, scale, scores, kKeyBlock);
 }
 
 using ScoreTile = void (*)(const float*, int64_t, const float* const*, float, float*);
@@ -76,8 +77,10 @@ HWY_NOINLINE void value_tile(const float* p,
                              int64_t depth,
                              float* o) {
   Vec acc[kRows][kVecs];
+  CACHALOT_UNROLL
   for (int r = 0; r < kRows; ++r) {
     const auto factor = hn::Set(F32(), rescale[r]);
+    CACHALOT_UNROLL
     for (int v = 0; v < kVecs; ++v) {
       acc[r][v] = hn::Mul(load_vec(o + r * depth + offset + v * kLanes), factor);
     }
@@ -85,17 +88,22 @@ HWY_NOINLINE void value_tile(const float* p,
   for (int64_t j = 0; j < count; ++j) {
     const float* key = keys[j] + offset;
     Vec value[kVecs];
+    CACHALOT_UNROLL
     for (int v = 0; v < kVecs; ++v) {
       value[v] = load_vec(key + v * kLanes);
     }
+    CACHALOT_UNROLL
     for (int r = 0; r < kRows; ++r) {
       const auto probability = hn::Set(F32(), p[r * kKeyBlock + j]);
+      CACHALOT_UNROLL
       for (int v = 0; v < kVecs; ++v) {
         acc[r][v] = hn::MulAdd(probability, value[v], acc[r][v]);
       }
     }
   }
+  CACHALOT_UNROLL
   for (int r = 0; r < kRows; ++r) {
+    CACHALOT_UNROLL
     for (int v = 0; v < kVecs; ++v) {
       store_vec(acc[r][v], o + r * depth + offset + v * kLanes);
     }
@@ -265,7 +273,7 @@ void score_entries(const IndexQueries& queries,
         std::copy_n(codes, left, copy);
         codes = copy;
       }
-      decode_e2m1(codes, bytes[(queries.dim + 1) / 2 + block], w);
+      decode_block<WeightFormat::kFp4Row>(codes, bytes[(queries.dim + 1) / 2 + block], w);
       for (int64_t v = 0; v < kBlockVecs; ++v) {
         store_vec(w[v], keys + e * depth + block * 32 + v * kLanes);
       }

@@ -242,7 +242,8 @@ void decode_main_row(const uint8_t* bytes, int64_t n, float* row) {
   uint8_t copy[16];
   for (int64_t begin = 0; begin < n; begin += 32) {
     Vec w[kBlockVecs];
-    decode_e2m1(whole_block<16>(bytes + begin / 2, (n - begin + 1) / 2, copy), kOne, w);
+    decode_block<WeightFormat::kFp4Row>(
+        whole_block<16>(bytes + begin / 2, (n - begin + 1) / 2, copy), kOne, w);
     const bool two = begin + 16 < n;
     store_group(w, kE4m3[scales[begin / 16]], row + begin);
     store_group(w + kBlockVecs / 2, two ? kE4m3[scales[begin / 16 + 1]] : 0.0f, row + begin + 16);

@@ -8,6 +8,7 @@
 // sides, so that codes widen without shuffles across lanes. Decoding is exact in FP32 (a code times
 // a power of two), so it does not matter where it happens:
 //   - up to kDecodeRows rows: weights are decoded in registers, 4 outputs at a time, and read once;
+//     the outputs take turns, so that no multiply-add waits for the one before;
 //   - more rows: kPanelOutputs x kPanelDepth weights (24 KiB) are decoded into a panel that all
 //   rows
 //     pass, 4 rows x 3 outputs at a time; between stretches of K the accumulators rest in memory.
@@ -34,11 +35,12 @@ namespace cachalot::ops::cpu {
 namespace HWY_NAMESPACE {
 
 constexpr int64_t kPanelDepth = 512;
-// The decode path asks for weight bytes ahead of their use: line by line for the next outputs' rows
-// while these are read, if they are short (hardware prefetchers restart at every row, and they fit
-// into L1), else this far along each row.
+// The decode path asks for weight bytes ahead of their use: line by line for the rows of outputs to
+// come while these are read, if rows are short (hardware prefetchers restart at every row and
+// page), far enough ahead for memory and the page tables; else this far along each row.
 constexpr int64_t kLine = 64;
 constexpr int64_t kShortBytes = 24 << 10;
+constexpr int64_t kLeastAheadBytes = 4096;
 constexpr int64_t kAheadBytes = 1024;
 
 // Where the rows of a weight lie.
@@ -94,20 +96,38 @@ template <WeightFormat kFormat>
 struct TailBlock {
   alignas(32) uint8_t bytes[static_cast<size_t>(block_bytes<kFormat>())] = {};
 
-  TailBlock(const uint8_t* row, int64_t block, int64_t row_bytes) {
+  void fill(const uint8_t* row, int64_t block, int64_t row_bytes) {
     const int64_t begin = block * block_bytes<kFormat>();
     std::memcpy(bytes, row + begin, static_cast<size_t>(row_bytes - begin));
   }
 };
 
-template <WeightFormat kFormat, int kRows>
-HWY_INLINE void accumulate_block(
-    const uint8_t* bytes, uint8_t scale, const float* const* x, int64_t block, Vec (&acc)[kRows]) {
-  Vec w[kBlockVecs];
-  decode_block<kFormat>(bytes, scale, w);
+template <WeightFormat kFormat, int kRows, int kOutputs>
+HWY_INLINE void accumulate_block(const uint8_t* const* bytes,
+                                 const uint8_t* const* scales,
+                                 int64_t offset,
+                                 int64_t block,
+                                 const float* const* x,
+                                 Vec (&acc)[kOutputs][kRows]) {
+  WeightBlock<kFormat> w[kOutputs];
+  CACHALOT_UNROLL
+  for (int c = 0; c < kOutputs; ++c) {
+    w[c] = WeightBlock<kFormat>(bytes[c] + offset, scale_at<kFormat>(scales[c], block));
+  }
+  CACHALOT_UNROLL
   for (int64_t v = 0; v < kBlockVecs; ++v) {
+    Vec value[kRows];
+    CACHALOT_UNROLL
     for (int r = 0; r < kRows; ++r) {
-      acc[r] = hn::MulAdd(w[v], load_vec(x[r] + block * 32 + v * kLanes), acc[r]);
+      value[r] = load_vec(x[r] + block * 32 + v * kLanes);
+    }
+    CACHALOT_UNROLL
+    for (int c = 0; c < kOutputs; ++c) {
+      const auto weights = w[c].vector(v);
+      CACHALOT_UNROLL
+      for (int r = 0; r < kRows; ++r) {
+        acc[c][r] = hn::MulAdd(weights, value[r], acc[c][r]);
+      }
     }
   }
 }
@@ -119,42 +139,51 @@ void register_dots(
   Vec acc[kOutputs][kRows];
   const uint8_t* rows[kOutputs];
   const uint8_t* scales[kOutputs];
+  CACHALOT_UNROLL
   for (int c = 0; c < kOutputs; ++c) {
     rows[c] = w.row(o + c);
     scales[c] = w.row_scale(o + c);
+    CACHALOT_UNROLL
     for (int r = 0; r < kRows; ++r) {
       acc[c][r] = hn::Zero(F32());
     }
   }
   constexpr int64_t kBytes = block_bytes<kFormat>();
   const bool near = kOutputs * w.row_bytes <= kShortBytes;
-  const uint8_t* next = rows[0] + kOutputs * w.row_bytes;
   const int64_t whole = w.in / 32;
-  for (int64_t block = 0; block < whole; ++block) {
-    if (near) {
+  if (near) {
+    const uint8_t* next = rows[0] + std::max(kOutputs * w.row_bytes, kLeastAheadBytes);
+    for (int64_t block = 0; block < whole; ++block) {
       for (int64_t line = 0; line < kOutputs * kBytes; line += kLine) {
-        hwy::Prefetch(next + block * kOutputs * kBytes + line);
+        hwy::Prefetch(next + line);
       }
-    } else if (block * kBytes % kLine == 0) {
-      for (int c = 0; c < kOutputs; ++c) {
-        for (int64_t line = 0; line < kBytes; line += kLine) {
-          hwy::Prefetch(rows[c] + kAheadBytes + block * kBytes + line);
+      next += kOutputs * kBytes;
+      accumulate_block<kFormat, kRows, kOutputs>(rows, scales, block * kBytes, block, x, acc);
+    }
+  } else {
+    for (int64_t block = 0; block < whole; ++block) {
+      if (block * kBytes % kLine == 0) {
+        for (int c = 0; c < kOutputs; ++c) {
+          for (int64_t line = 0; line < kBytes; line += kLine) {
+            hwy::Prefetch(rows[c] + kAheadBytes + block * kBytes + line);
+          }
         }
       }
-    }
-    for (int c = 0; c < kOutputs; ++c) {
-      accumulate_block<kFormat, kRows>(
-          rows[c] + block * kBytes, scale_at<kFormat>(scales[c], block), x, block, acc[c]);
+      accumulate_block<kFormat, kRows, kOutputs>(rows, scales, block * kBytes, block, x, acc);
     }
   }
   if (whole * 32 < w.in) {
+    TailBlock<kFormat> tails[kOutputs];
+    const uint8_t* bytes[kOutputs];
     for (int c = 0; c < kOutputs; ++c) {
-      const TailBlock<kFormat> tail(rows[c], whole, w.row_bytes);
-      accumulate_block<kFormat, kRows>(
-          tail.bytes, scale_at<kFormat>(scales[c], whole), x, whole, acc[c]);
+      tails[c].fill(rows[c], whole, w.row_bytes);
+      bytes[c] = tails[c].bytes;
     }
+    accumulate_block<kFormat, kRows, kOutputs>(bytes, scales, 0, whole, x, acc);
   }
+  CACHALOT_UNROLL
   for (int c = 0; c < kOutputs; ++c) {
+    CACHALOT_UNROLL
     for (int r = 0; r < kRows; ++r) {
       result[r * ld + c] = lane_sum(acc[c][r]) * weight_unit<kFormat>();
     }
@@ -178,10 +207,15 @@ void decode_path(const WeightRows& w,
 }
 
 // Decodes blocks [first, last) of `count` weight rows from `o`; panel rows are kPanelDepth apart.
-// Asks for the same blocks of the rows that come next.
+// Asks for as much of the panel behind, whose first row begins at `next`.
 template <WeightFormat kFormat>
-void decode_panel(
-    const WeightRows& w, int64_t o, int64_t count, int64_t first, int64_t last, float* panel) {
+void decode_panel(const WeightRows& w,
+                  int64_t o,
+                  int64_t count,
+                  int64_t first,
+                  int64_t last,
+                  const uint8_t* next,
+                  float* panel) {
   for (int64_t c = 0; c < count; ++c) {
     const uint8_t* row = w.row(o + c);
     const uint8_t* scales = w.row_scale(o + c);
@@ -189,11 +223,10 @@ void decode_panel(
     Vec v[kBlockVecs];
     const int64_t whole = std::min(last, w.in / 32);
     constexpr int64_t kBytes = block_bytes<kFormat>();
-    const uint8_t* next = row + count * w.row_bytes;
     for (int64_t block = first; block < whole; ++block) {
       if (block * kBytes % kLine == 0) {
         for (int64_t line = 0; line < kBytes; line += kLine) {
-          hwy::Prefetch(next + block * kBytes + line);
+          hwy::Prefetch(next + (block - first) * kBytes + line);
         }
       }
       decode_block<kFormat>(row + block * kBytes, scale_at<kFormat>(scales, block), v);
@@ -203,32 +236,14 @@ void decode_panel(
       out += 32;
     }
     if (whole < last) {
-      const TailBlock<kFormat> tail(row, whole, w.row_bytes);
+      TailBlock<kFormat> tail;
+      tail.fill(row, whole, w.row_bytes);
       decode_block<kFormat>(tail.bytes, scale_at<kFormat>(scales, whole), v);
       for (int64_t i = 0; i < kBlockVecs; ++i) {
         hn::Store(v[i], F32(), out + i * kLanes);
       }
     }
-  }
-}
-
-// One register tile over a stretch of K: kRows rows x kOutputs panel rows.
-template <int kRows, int kOutputs>
-HWY_INLINE void tile(const float* const* x,
-                     const float* panel,
-                     int64_t depth,
-                     Vec (&acc)[kRows][kOutputs]) {
-  for (int64_t i = 0; i < depth; i += kLanes) {
-    Vec w[kOutputs];
-    for (int c = 0; c < kOutputs; ++c) {
-      w[c] = hn::Load(F32(), panel + c * kPanelDepth + i);
-    }
-    for (int r = 0; r < kRows; ++r) {
-      const auto value = load_vec(x[r] + i);
-      for (int c = 0; c < kOutputs; ++c) {
-        acc[r][c] = hn::MulAdd(w[c], value, acc[r][c]);
-      }
-    }
+    next += w.row_bytes;
   }
 }
 
@@ -236,53 +251,64 @@ struct TileArgs {
   const float* x[4];
   const float* panel;
   int64_t depth;
-  float* rest;  // [4, rest_ld / kLanes, kLanes]: accumulators between panels
+  float* rest;  // [4, rest_ld / kLanes, kLanes]: accumulators between stretches of K
   int64_t rest_ld;
-  bool first;
-  bool last;
   float* result;
   int64_t ld;
   float unit;
 };
 
-template <int kRows, int kOutputs>
+// One register tile over a stretch of K, the first or last one or not: kRows rows x kOutputs panel
+// rows.
+template <int kRows, int kOutputs, bool kFirst, bool kLast>
 HWY_NOINLINE void run_tile(const TileArgs& args) {
+  const int64_t depth = args.depth;
   Vec acc[kRows][kOutputs];
-  if (args.first) {
-    for (int r = 0; r < kRows; ++r) {
-      for (int c = 0; c < kOutputs; ++c) {
-        acc[r][c] = hn::Zero(F32());
-      }
+  CACHALOT_UNROLL
+  for (int r = 0; r < kRows; ++r) {
+    CACHALOT_UNROLL
+    for (int c = 0; c < kOutputs; ++c) {
+      acc[r][c] =
+          kFirst ? hn::Zero(F32()) : hn::Load(F32(), args.rest + r * args.rest_ld + c * kLanes);
     }
-  } else {
+  }
+  for (int64_t i = 0; i < depth; i += kLanes) {
+    Vec w[kOutputs];
+    CACHALOT_UNROLL
+    for (int c = 0; c < kOutputs; ++c) {
+      w[c] = hn::Load(F32(), args.panel + c * kPanelDepth + i);
+    }
+    CACHALOT_UNROLL
     for (int r = 0; r < kRows; ++r) {
+      const auto value = load_vec(args.x[r] + i);
+      CACHALOT_UNROLL
       for (int c = 0; c < kOutputs; ++c) {
-        acc[r][c] = hn::Load(F32(), args.rest + r * args.rest_ld + c * kLanes);
+        acc[r][c] = hn::MulAdd(w[c], value, acc[r][c]);
       }
     }
   }
-  tile<kRows, kOutputs>(args.x, args.panel, args.depth, acc);
-  if (args.last) {
-    for (int r = 0; r < kRows; ++r) {
-      for (int c = 0; c < kOutputs; ++c) {
-        args.result[r * args.ld + c] = lane_sum(acc[r][c]) * args.unit;
-      }
-    }
+  if constexpr (kLast) {
+    store_sums(acc, args.unit, args.result, args.ld);
   } else {
+    float* rest = args.rest;
+    const int64_t ld = args.rest_ld;
+    CACHALOT_UNROLL
     for (int r = 0; r < kRows; ++r) {
+      CACHALOT_UNROLL
       for (int c = 0; c < kOutputs; ++c) {
-        hn::Store(acc[r][c], F32(), args.rest + r * args.rest_ld + c * kLanes);
+        hn::Store(acc[r][c], F32(), rest + r * ld + c * kLanes);
       }
     }
   }
 }
 
 using TileFunction = void (*)(const TileArgs&);
+template <bool kFirst, bool kLast>
 constexpr TileFunction kTiles[4][3] = {
-    {run_tile<1, 1>, run_tile<1, 2>, run_tile<1, 3>},
-    {run_tile<2, 1>, run_tile<2, 2>, run_tile<2, 3>},
-    {run_tile<3, 1>, run_tile<3, 2>, run_tile<3, 3>},
-    {run_tile<4, 1>, run_tile<4, 2>, run_tile<4, 3>},
+    {run_tile<1, 1, kFirst, kLast>, run_tile<1, 2, kFirst, kLast>, run_tile<1, 3, kFirst, kLast>},
+    {run_tile<2, 1, kFirst, kLast>, run_tile<2, 2, kFirst, kLast>, run_tile<2, 3, kFirst, kLast>},
+    {run_tile<3, 1, kFirst, kLast>, run_tile<3, 2, kFirst, kLast>, run_tile<3, 3, kFirst, kLast>},
+    {run_tile<4, 1, kFirst, kLast>, run_tile<4, 2, kFirst, kLast>, run_tile<4, 3, kFirst, kLast>},
 };
 
 // At most kTileOutputs outputs and kTileRows rows.
@@ -298,7 +324,7 @@ void panel_path(const WeightRows& w,
   alignas(64) float panel[kPanelOutputs * kPanelDepth];
   alignas(64) float rest[kTileRows * kTileOutputs * kLanes];
   const int64_t blocks = (w.in + 31) / 32;
-  constexpr int64_t kStep = kPanelDepth / 32;
+  constexpr int64_t kStep = kPanelDepth / 32, kBytes = block_bytes<kFormat>();
   TileArgs args;
   args.rest_ld = kTileOutputs * kLanes;
   args.ld = ld;
@@ -306,11 +332,14 @@ void panel_path(const WeightRows& w,
   for (int64_t block = 0; block < blocks; block += kStep) {
     const int64_t end = std::min(blocks, block + kStep);
     args.depth = (end - block) * 32;
-    args.first = block == 0;
-    args.last = end == blocks;
+    const auto& tiles = block == 0 ? (end == blocks ? kTiles<true, true> : kTiles<true, false>)
+                                   : (end == blocks ? kTiles<false, true> : kTiles<false, false>);
     for (int64_t o = 0; o < count; o += kPanelOutputs) {
       const int64_t outputs = std::min(kPanelOutputs, count - o);
-      decode_panel<kFormat>(w, begin + o, outputs, block, end, panel);
+      const uint8_t* next = o + outputs < count ? w.row(begin + o + outputs) + block * kBytes
+                            : end < blocks      ? w.row(begin) + end * kBytes
+                                                : w.row(begin + count);
+      decode_panel<kFormat>(w, begin + o, outputs, block, end, next, panel);
       for (int64_t r = 0; r < rows; r += 4) {
         const int64_t tile_rows = std::min<int64_t>(4, rows - r);
         for (int64_t i = 0; i < tile_rows; ++i) {
@@ -320,7 +349,7 @@ void panel_path(const WeightRows& w,
           args.panel = panel + c * kPanelDepth;
           args.rest = rest + r * args.rest_ld + (o + c) * kLanes;
           args.result = result + r * ld + o + c;
-          kTiles[tile_rows - 1][std::min<int64_t>(3, outputs - c) - 1](args);
+          tiles[tile_rows - 1][std::min<int64_t>(3, outputs - c) - 1](args);
         }
       }
     }
@@ -389,7 +418,7 @@ void decode_row_as(const Weight& weight, int64_t row, float* out) {
   alignas(64) float panel[kPanelDepth];
   for (int64_t block = 0; block < blocks; block += kStep) {
     const int64_t end = std::min(blocks, block + kStep);
-    decode_panel<kFormat>(w, row, 1, block, end, panel);
+    decode_panel<kFormat>(w, row, 1, block, end, w.row(row) + end * block_bytes<kFormat>(), panel);
     std::memcpy(out + block * 32, panel, static_cast<size_t>((end - block) * 32) * sizeof(float));
   }
 }

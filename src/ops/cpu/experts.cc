@@ -12,10 +12,14 @@
 namespace cachalot::ops::cpu {
 namespace {
 
-// Whole FP8 blocks of h and whole panels of outputs.
+// At most: whole FP8 blocks of h and whole panels of outputs.
 constexpr int64_t kHiddenTile = 96;
 static_assert(kHiddenTile % 32 == 0 && kHiddenTile % kTileOutputs == 0);
 constexpr int64_t kRowChunk = kTileRows;
+// Tasks per thread that the tiles are cut for, as far as few rows need it.
+constexpr int64_t kHiddenTasks = 24;
+constexpr int64_t kOutputTasks = 8;
+constexpr int64_t kOutputFloats = kRowChunk * kHiddenTile;  // of a tile of a chunk of rows
 
 // One expert with its rows.
 struct Job {
@@ -23,7 +27,7 @@ struct Job {
   const int32_t* rows = nullptr;   // of x and y; null: all rows in order
   const float* weights = nullptr;  // per row; null: 1
   int64_t count = 0;
-  float* hidden = nullptr;  // [count, padded(F)]
+  float* hidden = nullptr;  // [count, row_stride(F)]
   int64_t first_task = 0;
 };
 
@@ -67,7 +71,7 @@ void hidden_tile(const Job& job,
   alignas(64) float gate[kRowChunk * kHiddenTile];
   alignas(64) float up[kRowChunk * kHiddenTile];
   const Weight& w2 = job.expert->w2;
-  const int64_t stride = padded(job.expert->w1.out);
+  const int64_t stride = row_stride(job.expert->w1.out);
   for (int64_t first = 0; first < job.count; first += kRowChunk) {
     const int64_t rows = std::min(kRowChunk, job.count - first);
     const auto part = [&](RowSet x) {
@@ -95,15 +99,15 @@ void hidden_tile(const Job& job,
 
 // Adds one expert's outputs [begin, begin + count) to its rows of sum [T, D].
 void add_outputs(const Job& job, int64_t begin, int64_t count, int64_t d, DType act, float* sum) {
-  alignas(64) float y[kRowChunk * kHiddenTile];
-  const int64_t stride = padded(job.expert->w1.out);
+  alignas(64) float y[kOutputFloats];
+  const int64_t stride = row_stride(job.expert->w1.out);
   for (int64_t first = 0; first < job.count; first += kRowChunk) {
     const int64_t rows = std::min(kRowChunk, job.count - first);
     const RowSet h = {job.hidden + first * stride, stride};
-    weight_dots(job.expert->w2, begin, count, h, rows, y, kHiddenTile);
+    weight_dots(job.expert->w2, begin, count, h, rows, y, count);
     for (int64_t r = 0; r < rows; ++r) {
       const int64_t row = job.rows == nullptr ? first + r : job.rows[first + r];
-      add_rounded(y + r * kHiddenTile, count, act, sum + row * d + begin);
+      add_rounded(y + r * count, count, act, sum + row * d + begin);
     }
   }
 }
@@ -129,12 +133,17 @@ Status experts(OpContext& ctx, const ExpertsArgs& args) {
 
   InputRows inputs(ctx, scratch, args.x, 1, true);
   std::vector<std::array<RowSet, 2>> x;
-  int64_t tasks = 0;
+  int64_t channels = 0, tasks = 0;
+  for (const Job& job : jobs) {
+    channels += job.expert->w1.out;
+  }
+  const int64_t hidden =
+      std::clamp<int64_t>(channels / (kHiddenTasks * thread_count(ctx)) / 32 * 32, 32, kHiddenTile);
   for (Job& job : jobs) {
     x.push_back({inputs.get(job.expert->w1), inputs.get(job.expert->w3)});
-    job.hidden = scratch.array<float>(job.count * padded(job.expert->w1.out));
+    job.hidden = scratch.array<float>(job.count * row_stride(job.expert->w1.out));
     job.first_task = tasks;
-    tasks += (job.expert->w1.out + kHiddenTile - 1) / kHiddenTile;
+    tasks += (job.expert->w1.out + hidden - 1) / hidden;
   }
   parallel_tasks(ctx, tasks, [&](int64_t task) {
     const auto after =
@@ -143,14 +152,15 @@ Status experts(OpContext& ctx, const ExpertsArgs& args) {
         });
     const auto index = static_cast<size_t>(after - jobs.begin() - 1);
     const Job& job = jobs[index];
-    const int64_t begin = (task - job.first_task) * kHiddenTile;
-    const int64_t count = std::min(kHiddenTile, job.expert->w1.out - begin);
+    const int64_t begin = (task - job.first_task) * hidden;
+    const int64_t count = std::min(hidden, job.expert->w1.out - begin);
     hidden_tile(job, x[index][0], x[index][1], begin, count, args.limit, act);
   });
 
   // Small enough that all threads have work, in whole panels or register tiles.
-  const int64_t share = d / (4 * thread_count(ctx)) / kPanelOutputs * kPanelOutputs;
-  const int64_t tile = std::clamp(share, kPanelOutputs, kHiddenTile);
+  const int64_t share = d / (kOutputTasks * thread_count(ctx)) / kPanelOutputs * kPanelOutputs;
+  const int64_t tile =
+      std::clamp(share, kPanelOutputs, kOutputFloats / std::clamp<int64_t>(t, 1, kRowChunk));
   float* sum = scratch.array<float>(t * d);
   parallel_tasks(ctx, (d + tile - 1) / tile, [&](int64_t task) {
     const int64_t begin = task * tile, count = std::min(tile, d - begin);

@@ -5,8 +5,9 @@
 namespace cachalot::ops::cpu {
 namespace {
 
-// Bytes of weights per task in decode: long enough to stream, short enough to balance.
-constexpr int64_t kDecodeTaskBytes = 64 << 10;
+// Bytes of weights per task in decode: short enough to balance. A thread claims several tasks in a
+// row, so that it streams for longer.
+constexpr int64_t kDecodeTaskBytes = 16 << 10;
 constexpr int64_t kDecodeTaskOutputs = 256;
 constexpr int64_t kTasksPerThread = 3;
 constexpr int64_t kLeastRowChunk = 16;
@@ -83,12 +84,13 @@ RowSet InputRows::get(const Weight& weight) {
       return forms_[i].rows;
     }
   }
-  const int64_t t = x_.dim(0), in = x_.dim(1) / groups_, stride = groups_ * padded(in);
+  const int64_t t = x_.dim(0), in = x_.dim(1) / groups_;
+  const int64_t stride = row_stride(groups_ * padded(in));
   float* base = scratch_.array<float>(t * stride);
   const int64_t width = dtype_bytes(x_.dtype);
   parallel_for(ctx_, t * groups_, 1, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
-      float* row = base + i * padded(in);
+      float* row = base + i / groups_ * stride + i % groups_ * padded(in);
       load_row(static_cast<const uint8_t*>(x_.data) + i * in * width, x_.dtype, in, row);
       if (quantized) {
         fp8_round_row(row, in);

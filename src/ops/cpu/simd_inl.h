@@ -10,6 +10,15 @@
 #define CACHALOT_OPS_CPU_SIMD_INL_H
 #endif
 
+// Before a loop over an array of vectors that is to stay in registers: GCC unrolls it on its own as
+// well, but only after it has given the array a place in memory.
+#undef CACHALOT_UNROLL
+#if HWY_COMPILER_GCC_ACTUAL
+#define CACHALOT_UNROLL _Pragma("GCC unroll 16")
+#else
+#define CACHALOT_UNROLL
+#endif
+
 HWY_BEFORE_NAMESPACE();
 namespace cachalot::ops::cpu {
 namespace HWY_NAMESPACE {
@@ -29,19 +38,19 @@ constexpr int64_t kBlockVecs = 32 / kLanes;
 // BF16
 // ---------------------------------------------------------------------------------------------
 
-// The BF16 bits nearest to v (ties to even, NaN stays NaN), in the low half of each lane.
-HWY_INLINE hn::Vec<U32> bf16_bits(Vec v) {
+// v rounded to BF16 (ties to even, NaN stays NaN), in the upper half of each lane; the rest is
+// open.
+HWY_INLINE hn::Vec<U32> bf16_upper(Vec v) {
   const U32 du;
   const auto u = hn::BitCast(du, v);
-  const auto upper = hn::ShiftRight<16>(u);
-  const auto odd = hn::And(upper, hn::Set(du, 1));
-  const auto rounded = hn::ShiftRight<16>(hn::Add(u, hn::Add(odd, hn::Set(du, 0x7FFF))));
-  const auto quiet = hn::Or(upper, hn::Set(du, 0x40));
+  const auto odd = hn::And(hn::ShiftRight<16>(u), hn::Set(du, 1));
+  const auto rounded = hn::Add(hn::Add(u, hn::Set(du, 0x7FFF)), odd);
+  const auto quiet = hn::Or(u, hn::Set(du, 0x400000));
   return hn::IfThenElse(hn::RebindMask(du, hn::IsNaN(v)), quiet, rounded);
 }
 
 HWY_INLINE Vec round_bf16_vec(Vec v) {
-  return hn::BitCast(F32(), hn::ShiftLeft<16>(bf16_bits(v)));
+  return hn::BitCast(F32(), hn::And(bf16_upper(v), hn::Set(U32(), 0xFFFF0000u)));
 }
 
 // Loads and stores of tensor memory
@@ -59,7 +68,8 @@ HWY_INLINE void store_vec(Vec v, float* p) {
 }
 HWY_INLINE void store_vec(Vec v, bf16* p) {
   const hn::Rebind<uint16_t, F32> d;
-  hn::StoreU(hn::DemoteTo(d, hn::BitCast(I32(), bf16_bits(v))), d, reinterpret_cast<uint16_t*>(p));
+  const auto bits = hn::ShiftRight<16>(bf16_upper(v));
+  hn::StoreU(hn::DemoteTo(d, hn::BitCast(I32(), bits)), d, reinterpret_cast<uint16_t*>(p));
 }
 
 // Values i .. i + kLanes - 1 of n; zeros behind n.
@@ -103,8 +113,56 @@ HWY_INLINE Vec at_least(Vec v, Vec limit) {
   return hn::IfThenElse(hn::Lt(v, limit), limit, v);
 }
 
+// The sum over the lanes, in this tree: the halves of 8 lanes, then lanes 2 apart, then 1 apart.
 HWY_INLINE float lane_sum(Vec v) {
-  return hn::GetLane(hn::SumOfLanes(F32(), v));
+#if HWY_MAX_BYTES >= 32
+  v = hn::Add(v, hn::ConcatLowerUpper(F32(), v, v));
+#endif
+  v = hn::Add(v, hn::Shuffle1032(v));
+  return hn::GetLane(hn::Add(v, hn::Shuffle2301(v)));
+}
+
+// lane_sum of kLanes vectors, by the same tree for all at once.
+HWY_INLINE Vec lane_sums(const Vec (&v)[kLanes]) {
+  const F32 d;
+  Vec half[4];
+  CACHALOT_UNROLL
+  for (int64_t i = 0; i < 4; ++i) {
+#if HWY_MAX_BYTES >= 32
+    half[i] =
+        hn::Add(hn::ConcatLowerLower(d, v[4 + i], v[i]), hn::ConcatUpperUpper(d, v[4 + i], v[i]));
+#else
+    half[i] = v[i];
+#endif
+  }
+  const auto pair = [&](const Vec& a, const Vec& b) HWY_ATTR {
+    return hn::Add(hn::InterleaveLower(d, a, b), hn::InterleaveUpper(d, a, b));
+  };
+  return pair(pair(half[0], half[2]), pair(half[1], half[3]));
+}
+
+// out[r * out_ld + c] = lane_sum(v[r][c]) * factor.
+template <int kRows, int kColumns>
+HWY_INLINE void store_sums(const Vec (&v)[kRows][kColumns],
+                           float factor,
+                           float* out,
+                           int64_t out_ld) {
+  constexpr int64_t kCount = kRows * kColumns, kGroups = (kCount + kLanes - 1) / kLanes;
+  alignas(32) float sums[kGroups * kLanes];
+  CACHALOT_UNROLL
+  for (int64_t g = 0; g < kGroups; ++g) {
+    Vec group[kLanes];
+    CACHALOT_UNROLL
+    for (int64_t i = 0; i < kLanes; ++i) {
+      const int64_t at = g * kLanes + i;
+      group[i] = at < kCount ? v[at / kColumns][at % kColumns] : hn::Zero(F32());
+    }
+    hn::Store(hn::Mul(lane_sums(group), hn::Set(F32(), factor)), F32(), sums + g * kLanes);
+  }
+  CACHALOT_UNROLL
+  for (int64_t i = 0; i < kCount; ++i) {
+    out[i / kColumns * out_ld + i % kColumns] = sums[i];
+  }
 }
 
 // FP8 and FP4 decoding
@@ -122,16 +180,17 @@ HWY_INLINE Vec decode_e4m3(const uint8_t* codes) {
   return hn::PromoteTo(F32(), hn::BitCast(half, pattern));
 }
 
-// 32 packed E2M1 codes times the power of two of `scale`, in transposed order: position 4 c + i of
-// each half holds value 4 i + c. The products come out of byte shuffles as BF16 patterns, so the
-// scale is free; the interleaving of shuffle results is what fixes the order.
-HWY_INLINE void decode_e2m1(const uint8_t* codes, uint8_t scale, Vec (&w)[kBlockVecs]) {
+// 32 packed E2M1 codes times the power of two of `scale`, as BF16 patterns in pairs, in transposed
+// order: position 4 c + i of each half of the 32 holds value 4 i + c. The patterns come out of byte
+// shuffles, so the scale is free; the interleaving of shuffle results is what fixes the order.
+HWY_INLINE void decode_e2m1(const uint8_t* codes,
+                            uint8_t scale,
+                            hn::Vec<U32> (&pairs)[kBlockVecs / 2]) {
   const hn::Repartition<uint8_t, F32> d8;
   const U32 du;
   const Fp4Patterns& table = kFp4Patterns[scale];
   const auto high = hn::LoadDup128(d8, table.high);
   const auto low = hn::LoadDup128(d8, table.low);
-  const auto odd_mask = hn::Set(du, 0xFFFF0000u);
 #if HWY_MAX_BYTES >= 32
   // Low nibbles in the lower half, high nibbles in the upper half.
   alignas(32) static constexpr uint32_t kShifts[8] = {0, 0, 0, 0, 4, 4, 4, 4};
@@ -140,12 +199,8 @@ HWY_INLINE void decode_e2m1(const uint8_t* codes, uint8_t scale, Vec (&w)[kBlock
       hn::And(hn::BitCast(d8, hn::Shr(both, hn::Load(du, kShifts))), hn::Set(d8, 0x0F));
   const auto h = hn::TableLookupBytes(high, nibbles);
   const auto l = hn::TableLookupBytes(low, nibbles);
-  const auto first = hn::BitCast(du, hn::InterleaveLower(d8, l, h));
-  const auto second = hn::BitCast(du, hn::InterleaveUpper(d8, l, h));
-  w[0] = hn::BitCast(F32(), hn::ShiftLeft<16>(first));
-  w[1] = hn::BitCast(F32(), hn::And(first, odd_mask));
-  w[2] = hn::BitCast(F32(), hn::ShiftLeft<16>(second));
-  w[3] = hn::BitCast(F32(), hn::And(second, odd_mask));
+  pairs[0] = hn::BitCast(du, hn::InterleaveLower(d8, l, h));
+  pairs[1] = hn::BitCast(du, hn::InterleaveUpper(d8, l, h));
 #else
   const auto both = hn::LoadU(d8, codes);
   const auto mask = hn::Set(d8, 0x0F);
@@ -155,38 +210,27 @@ HWY_INLINE void decode_e2m1(const uint8_t* codes, uint8_t scale, Vec (&w)[kBlock
   for (int64_t part = 0; part < 2; ++part) {
     const auto h = hn::TableLookupBytes(high, nibbles[part]);
     const auto l = hn::TableLookupBytes(low, nibbles[part]);
-    const auto first = hn::BitCast(du, hn::InterleaveLower(d8, l, h));
-    const auto second = hn::BitCast(du, hn::InterleaveUpper(d8, l, h));
-    w[part] = hn::BitCast(F32(), hn::ShiftLeft<16>(first));
-    w[2 + part] = hn::BitCast(F32(), hn::And(first, odd_mask));
-    w[4 + part] = hn::BitCast(F32(), hn::ShiftLeft<16>(second));
-    w[6 + part] = hn::BitCast(F32(), hn::And(second, odd_mask));
+    pairs[part] = hn::BitCast(du, hn::InterleaveLower(d8, l, h));
+    pairs[2 + part] = hn::BitCast(du, hn::InterleaveUpper(d8, l, h));
   }
 #endif
 }
 
-// 32 E4M3 codes times the power of two of `scale` and 2^-60. A group of 4 kLanes codes is one
-// vector of words; value 4 l + v of it goes to position v kLanes + l: byte v of lane l, shifted so
-// that its bits fall on those of a float, is the code * 2^-120, subnormals included, and the
-// product with scale * 2^60 is exact. Three integer operations beat the conversion through half
-// floats by far on Zen 3. Subnormal codes are subnormal floats here, which some processors multiply
-// slowly, but they are rare.
-HWY_INLINE void decode_e4m3_words(const uint8_t* codes, uint8_t scale, Vec (&w)[kBlockVecs]) {
+// 32 E4M3 codes as the upper halves of floats, in pairs. A group of 4 kLanes codes is one vector of
+// words; value 4 l + v of it goes to position v kLanes + l: byte v of lane l, shifted so that its
+// bits fall on those of a float (and of its neighbour, which kE4m3Bits masks), is the code *
+// 2^-120, subnormals included. Shifts and a mask beat the conversion through half floats by far on
+// Zen 3. Subnormal codes are subnormal floats here, which some processors multiply slowly, but they
+// are rare.
+constexpr uint32_t kE4m3Bits = 0x87F00000u;
+HWY_INLINE void decode_e4m3_pairs(const uint8_t* codes, hn::Vec<U32> (&pairs)[kBlockVecs / 2]) {
+  const hn::Repartition<uint8_t, F32> d8;
+  const hn::Repartition<int16_t, F32> d16;
   const U32 du;
-  const I32 di;
-  const auto mask = hn::Set(di, static_cast<int32_t>(0x87F00000u));
-  const auto factor = hn::Set(F32(), kE8m0Times2p60[scale]);
   for (int64_t group = 0; group < kBlockVecs / 4; ++group) {
-    const hn::Repartition<uint8_t, F32> d8;
-    const auto words = hn::BitCast(du, hn::LoadU(d8, codes + group * 4 * kLanes));
-    const auto place = [&](hn::Vec<U32> top) HWY_ATTR {
-      const auto bits = hn::And(hn::ShiftRight<4>(hn::BitCast(di, top)), mask);
-      return hn::Mul(hn::BitCast(F32(), bits), factor);
-    };
-    w[group * 4] = place(hn::ShiftLeft<24>(words));
-    w[group * 4 + 1] = place(hn::ShiftLeft<16>(words));
-    w[group * 4 + 2] = place(hn::ShiftLeft<8>(words));
-    w[group * 4 + 3] = place(words);
+    const auto words = hn::BitCast(d16, hn::LoadU(d8, codes + group * 4 * kLanes));
+    pairs[2 * group] = hn::BitCast(du, hn::ShiftRight<4>(hn::ShiftLeft<8>(words)));
+    pairs[2 * group + 1] = hn::BitCast(du, hn::ShiftRight<4>(words));
   }
 }
 
@@ -213,27 +257,57 @@ constexpr float weight_unit() {
   return kFormat == WeightFormat::kFp8Block ? 0x1.0p60f : 1.0f;
 }
 
-// The 32 weights at `bytes` with their scale byte, in units of weight_unit(), in the format's order
-// (row_order()); exact in FP32.
+// 32 weights in units of weight_unit(), in the format's order (row_order()), decoded in two steps:
+// what it takes to have them all in few registers, then vector by vector. Exact in FP32.
+template <WeightFormat kFormat>
+class WeightBlock {
+ public:
+  WeightBlock() = default;
+  HWY_INLINE WeightBlock(const uint8_t* bytes, uint8_t scale) : bytes_(bytes) {
+    if constexpr (kFormat == WeightFormat::kFp4Row) {
+      decode_e2m1(bytes, scale, pairs_);
+    } else if constexpr (kFormat == WeightFormat::kFp8Block) {
+      decode_e4m3_pairs(bytes, pairs_);
+      // 2^(scale - 127 + 60): with the unit of 2^60 it keeps the products exact.
+      factor_ = hn::Set(F32(), kE8m0Times2p60[scale]);
+    } else if constexpr (kFormat == WeightFormat::kFp8Row) {
+      factor_ = hn::Set(F32(), kE8m0Times256[scale]);
+    }
+  }
+
+  HWY_INLINE Vec vector(int64_t v) const {
+    const U32 du;
+    if constexpr (kFormat == WeightFormat::kF32) {
+      return load_vec(reinterpret_cast<const float*>(bytes_) + v * kLanes);
+    } else if constexpr (kFormat == WeightFormat::kBF16) {
+      return load_vec(reinterpret_cast<const bf16*>(bytes_) + v * kLanes);
+    } else if constexpr (kFormat == WeightFormat::kFp4Row) {
+      // Vectors of the lower values of pairs, then of the upper ones, pair by pair of a half.
+      constexpr int64_t kHalves = 8 / kLanes;
+      const auto& pairs = pairs_[v / (2 * kHalves) * kHalves + v % kHalves];
+      return hn::BitCast(F32(),
+                         v / kHalves % 2 == 0 ? hn::ShiftLeft<16>(pairs)
+                                              : hn::And(pairs, hn::Set(du, 0xFFFF0000u)));
+    } else if constexpr (kFormat == WeightFormat::kFp8Block) {
+      const auto& pairs = pairs_[v / 4 * 2 + v % 2];
+      const auto bits = v % 4 < 2 ? hn::ShiftLeft<16>(pairs) : pairs;
+      return hn::Mul(hn::BitCast(F32(), hn::And(bits, hn::Set(du, kE4m3Bits))), factor_);
+    } else {
+      return hn::Mul(decode_e4m3(bytes_ + v * kLanes), factor_);
+    }
+  }
+
+ private:
+  const uint8_t* bytes_;
+  Vec factor_;
+  hn::Vec<U32> pairs_[kBlockVecs / 2];
+};
+
 template <WeightFormat kFormat>
 HWY_INLINE void decode_block(const uint8_t* bytes, uint8_t scale, Vec (&w)[kBlockVecs]) {
-  if constexpr (kFormat == WeightFormat::kF32) {
-    for (int64_t v = 0; v < kBlockVecs; ++v) {
-      w[v] = load_vec(reinterpret_cast<const float*>(bytes) + v * kLanes);
-    }
-  } else if constexpr (kFormat == WeightFormat::kBF16) {
-    for (int64_t v = 0; v < kBlockVecs; ++v) {
-      w[v] = load_vec(reinterpret_cast<const bf16*>(bytes) + v * kLanes);
-    }
-  } else if constexpr (kFormat == WeightFormat::kFp4Row) {
-    decode_e2m1(bytes, scale, w);
-  } else if constexpr (kFormat == WeightFormat::kFp8Block) {
-    decode_e4m3_words(bytes, scale, w);
-  } else {
-    const auto factor = hn::Set(F32(), kE8m0Times256[scale]);
-    for (int64_t v = 0; v < kBlockVecs; ++v) {
-      w[v] = hn::Mul(decode_e4m3(bytes + v * kLanes), factor);
-    }
+  const WeightBlock<kFormat> block(bytes, scale);
+  for (int64_t v = 0; v < kBlockVecs; ++v) {
+    w[v] = block.vector(v);
   }
 }
 

@@ -72,7 +72,7 @@ Status hc_expand(OpContext& ctx, const HcExpandArgs& args) {
 
 Status hc_site(OpContext& ctx, const HcSiteArgs& args) {
   const int64_t t = args.x.dim(0), m = args.x.dim(1), d = args.x.dim(2);
-  const int64_t width = m * d, coefficients = (2 + m) * m;
+  const int64_t width = m * d, coefficients = (2 + m) * m, stride = row_stride(width);
   const bool copy = args.x_out.data != args.x.data;
   Weight fn;
   fn.values = args.fn;
@@ -88,7 +88,7 @@ Status hc_site(OpContext& ctx, const HcSiteArgs& args) {
 
   Scratch scratch(ctx);
   const int64_t chunk = std::min(kSiteRows, t);
-  float* streams = scratch.array<float>(chunk * padded(width));
+  float* streams = scratch.array<float>(chunk * stride);
   float* factor = scratch.array<float>(chunk);
   float* mix = scratch.array<float>(chunk * coefficients);
   for (int64_t first = 0; first < t; first += chunk) {
@@ -99,7 +99,7 @@ Status hc_site(OpContext& ctx, const HcSiteArgs& args) {
           ctx, inner, count, padded(d), [&](int64_t begin, int64_t end, float* collapsed) {
             for (int64_t i = begin; i < end; ++i) {
               const int64_t row = first + i;
-              float* x = streams + i * padded(width);
+              float* x = streams + i * stride;
               expanded_row(args.x, args.pending, row, x);
               if (copy) {
                 store_row(x, width, row_of(args.x_out, row), args.x_out.dtype);
@@ -113,7 +113,7 @@ Status hc_site(OpContext& ctx, const HcSiteArgs& args) {
           });
     }
     const std::array<Product, 1> product = {
-        Product{&fn, {streams, padded(width)}, {mix, DType::kF32, {count, coefficients}}}};
+        Product{&fn, {streams, stride}, {mix, DType::kF32, {count, coefficients}}}};
     run_products(ctx, product, count);
     parallel_for(ctx, count, 8, [&](int64_t begin, int64_t end) {
       site_coefficients(site,
