@@ -246,7 +246,8 @@ int32_t Scheduler::judge_drafts(Sequence& sequence, const StepLogits& logits, in
                                            kept < drafts.size() ? &drafts[kept] : nullptr);
     event.accepted_tokens += held ? 1 : 0;
     if (kept < drafts.size() && event.status.ok()) {
-      sequence.instance->speculator->observe(drafts[kept], held);
+      sequence.instance->speculator->policy().record_draft_outcome(
+          static_cast<int64_t>(kept), drafts[kept].confidence, held);
     }
     if (!held || event.done || !event.status.ok()) {
       break;

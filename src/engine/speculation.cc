@@ -18,11 +18,20 @@ constexpr double kLeastProbability = 1e-8;
 constexpr int64_t kDraftCandidates = kRankedTokens;
 constexpr double kCalibrationSeconds = 0.25;
 constexpr double kOutcomeMemory = 0.95;  // of older steps
-constexpr int64_t kFirstPause = 128;     // steps
+constexpr double kKeptMemory = 0.98;     // of older drafts of a position
+// Before drafts are known they count as right, with the weight of so many: one that is wrong at
+// first is not the end of a good drafter, three are.
+constexpr double kTrust = 2;
+constexpr double kLeastGain = 1.05;   // less is within the noise of the measured costs
+constexpr double kLossShare = 0.01;   // of the time, for finding out that drafts do not pay
+constexpr int64_t kFirstPause = 128;  // steps
 constexpr int64_t kLongestPause = 4096;
 constexpr double kBiasRate = 0.25;  // about 20 drafts move an even chance to a likely one
 constexpr double kMostBias = 6;
-constexpr int64_t kPlainEvery = 64;  // steps with drafts: at most 1.6 % of the gain
+// Plain steps among those with drafts: often enough to follow the machine, for this share of a
+// gain.
+constexpr double kPlainShare = 0.008;
+constexpr int64_t kPlainOften = 8, kPlainSeldom = 64;
 
 double sigmoid(double x) {
   return 1.0 / (1.0 + std::exp(-x));
@@ -99,31 +108,24 @@ double StepCost::seconds(double rows) const {
 
 std::vector<int64_t> verify_lengths(const StepCost& cost,
                                     double fixed_seconds,
-                                    const std::vector<std::vector<double>>& survival,
-                                    int64_t least) {
+                                    const std::vector<std::vector<double>>& survival) {
   struct Candidate {
     double survival;
     size_t request;
   };
-  std::vector<int64_t> lengths(survival.size());
-  double rows = static_cast<double>(survival.size()), tokens = rows;
   std::vector<Candidate> candidates;
   for (size_t r = 0; r < survival.size(); ++r) {
     for (size_t j = 0; j < survival[r].size(); ++j) {
       CACHALOT_CHECK(j == 0 || survival[r][j] <= survival[r][j - 1], r, j);
-      if (static_cast<int64_t>(j) < least) {
-        ++lengths[r];
-        rows += 1;
-        tokens += survival[r][j];
-      } else {
-        candidates.push_back({survival[r][j], r});
-      }
+      candidates.push_back({survival[r][j], r});
     }
   }
   // Stable, so the drafts of a request stay in order where their survival is equal.
   std::stable_sort(candidates.begin(), candidates.end(), [](const auto& a, const auto& b) {
     return a.survival > b.survival;
   });
+  std::vector<int64_t> lengths(survival.size());
+  double rows = static_cast<double>(survival.size()), tokens = rows;
   double best = tokens / (fixed_seconds + cost.seconds(rows));
   for (const Candidate& candidate : candidates) {
     rows += 1;
@@ -138,10 +140,31 @@ std::vector<int64_t> verify_lengths(const StepCost& cost,
   return lengths;
 }
 
-bool DraftPolicy::pays(int64_t requests) const {
+DraftPolicy::Forecast DraftPolicy::forecast(int64_t requests) const {
+  const auto n = static_cast<double>(requests);
+  const double plain = step_.seconds(n), draft = draft_.seconds(n);
+  Forecast best;
+  double survival = 1, tokens = 1;  // per request
+  for (size_t j = 0; j < kept_.size(); ++j) {
+    survival *= (kept_[j].kept + kTrust) / (kept_[j].judged + kTrust);
+    tokens += survival;
+    const auto length = static_cast<int64_t>(j) + 1;
+    const double rows = n * static_cast<double>(length + 1);
+    const double gain = tokens * plain / (draft + step_.seconds(rows));
+    if (gain > best.gain) {
+      best = {length, gain};
+    }
+  }
+  return best;
+}
+
+double DraftPolicy::gain(int64_t requests) const {
+  if (trial_ < kTrial) {
+    return forecast(requests).gain;
+  }
   const auto n = static_cast<double>(requests);
   const double with_drafts = draft_.seconds(n) + step_.seconds(n * rows_ / requests_);
-  return tokens_ / requests_ * step_.seconds(n) > with_drafts;
+  return tokens_ / requests_ * step_.seconds(n) / with_drafts;
 }
 
 bool DraftPolicy::next(int64_t requests) {
@@ -149,20 +172,57 @@ bool DraftPolicy::next(int64_t requests) {
     --wait_;
     return false;
   }
-  const bool undecided = trial_ < kTrial;
-  if (undecided || pays(requests)) {
-    pause_ = undecided ? pause_ : 0;
-    if (++since_plain_ <= kPlainEvery) {
+  const double gained = gain(requests);
+  if (gained > kLeastGain) {
+    pause_ = trial_ < kTrial ? pause_ : 0;
+    // A small gain hangs on the cost of plain steps, and loses little by them.
+    const auto every = static_cast<int64_t>(std::min((gained - 1) / kPlainShare, 1e3));
+    if (++since_plain_ <= std::clamp(every, kPlainOften, kPlainSeldom)) {
       return true;
     }
     since_plain_ = 0;
     return false;
   }
-  pause_ = std::clamp(2 * pause_, kFirstPause, kLongestPause);
+  // What cannot pay even if all drafts are kept costs nothing to ask again.
+  if (requests_ > 0) {
+    pause(requests);
+  }
+  return false;
+}
+
+void DraftPolicy::pause(int64_t requests) {
+  const double plain = step_.seconds(static_cast<double>(requests));
+  const double earned = std::min(lost_ / (kLossShare * plain), double{kLongestPause});
+  pause_ =
+      std::clamp(std::max(2 * pause_, static_cast<int64_t>(earned)), kFirstPause, kLongestPause);
   wait_ = pause_ - 1;
   trial_ = kTrial - kRetrial;
-  requests_ = rows_ = tokens_ = 0;
-  return false;
+  requests_ = rows_ = tokens_ = lost_ = 0;
+  std::fill(kept_.begin(), kept_.end(), Kept());
+}
+
+double DraftPolicy::confidence(double logit) const {
+  return std::fmax(sigmoid(logit + bias_), 0.0);
+}
+
+std::vector<int64_t> DraftPolicy::lengths(double draft_seconds,
+                                          const std::vector<std::vector<double>>& survival) const {
+  if (trial_ >= kTrial) {
+    return verify_lengths(step_, draft_seconds, survival);
+  }
+  const int64_t length = forecast(static_cast<int64_t>(survival.size())).length;
+  std::vector<int64_t> lengths;
+  for (const std::vector<double>& drafts : survival) {
+    lengths.push_back(std::min(length, static_cast<int64_t>(drafts.size())));
+  }
+  return lengths;
+}
+
+void DraftPolicy::record_draft_outcome(int64_t position, double confidence, bool kept) {
+  bias_ = std::clamp(bias_ + kBiasRate * ((kept ? 1.0 : 0.0) - confidence), -kMostBias, kMostBias);
+  Kept& counts = kept_[static_cast<size_t>(position)];
+  counts.judged = kKeptMemory * counts.judged + 1;
+  counts.kept = kKeptMemory * counts.kept + (kept ? 1 : 0);
 }
 
 void DraftPolicy::record_outcome(int64_t requests, int64_t rows, int64_t tokens) {
@@ -171,6 +231,9 @@ void DraftPolicy::record_outcome(int64_t requests, int64_t rows, int64_t tokens)
        {std::pair(&requests_, requests), std::pair(&rows_, rows), std::pair(&tokens_, tokens)}) {
     *sum = kOutcomeMemory * *sum + static_cast<double>(value);
   }
+  const auto n = static_cast<double>(requests);
+  lost_ += draft_.seconds(n) + step_.seconds(static_cast<double>(rows)) -
+           static_cast<double>(tokens) / n * step_.seconds(n);
 }
 
 Status Speculator::calibrate(model::StepRunner& runner,
@@ -226,11 +289,6 @@ Status Speculator::calibrate(model::StepRunner& runner,
   return {};
 }
 
-void Speculator::observe(const Draft& draft, bool kept) {
-  bias_ = std::clamp(
-      bias_ + kBiasRate * ((kept ? 1.0 : 0.0) - draft.confidence), -kMostBias, kMostBias);
-}
-
 Result<std::vector<Proposal>> Speculator::propose(model::StepRunner& runner,
                                                   std::span<const Member> members) {
   std::vector<Proposal> proposals(members.size());
@@ -238,8 +296,6 @@ Result<std::vector<Proposal>> Speculator::propose(model::StepRunner& runner,
       members.begin(), members.end(), [](const Member& member) { return member.most > 0; });
   const auto n = static_cast<int64_t>(members.size());
   const bool fixed = options_.length > 0;
-  // A trial without a draft would say nothing of them.
-  const bool tries = policy_.tries();
   drafted_ = useful && (fixed || policy_.next(n));
   if (!drafted_) {
     return proposals;
@@ -276,9 +332,7 @@ Result<std::vector<Proposal>> Speculator::propose(model::StepRunner& runner,
         const double before = k == 0 ? 1.0 : survival[i].back();
         const double calibration =
             temperatures_.empty() ? 1.0 : temperatures_[static_cast<size_t>(k)];
-        const double logit = rows.confidence.as<float>()[i] / calibration + bias_;
-        // A NaN becomes 0: nothing is known of that draft.
-        const double confidence = std::fmax(sigmoid(logit), 0.0);
+        const double confidence = policy_.confidence(rows.confidence.as<float>()[i] / calibration);
         survival[i].push_back(before * confidence);
         proposals[i].push_back({previous[i], std::move(from), confidence});
       }
@@ -287,8 +341,7 @@ Result<std::vector<Proposal>> Speculator::propose(model::StepRunner& runner,
   const double seconds = now_seconds() - begin;
   policy_.record_draft(n, seconds);
   if (!fixed) {
-    const std::vector<int64_t> lengths =
-        verify_lengths(policy_.step(), seconds, survival, tries ? 1 : 0);
+    const std::vector<int64_t> lengths = policy_.lengths(seconds, survival);
     for (size_t i = 0; i < members.size(); ++i) {
       proposals[i].resize(static_cast<size_t>(lengths[i]));
     }

@@ -64,28 +64,41 @@ class StepCost {
 // How many drafts of each request to verify. survival[r][j]: the probability that drafts 1 .. j + 1
 // of request r are all kept, not increasing in j. Drafts are admitted by descending survival while
 // each raises the expected tokens per second of a step that costs fixed_seconds beside its rows; it
-// ends with the first that does not. The first `least` of each request are not asked. Looking
-// further would pay on a step-shaped cost, but then a draft's admission depends on its successors
-// and the output is biased.
+// ends with the first that does not. Looking further would pay on a step-shaped cost, but then a
+// draft's admission depends on its successors and the output is biased.
 std::vector<int64_t> verify_lengths(const StepCost& cost,
                                     double fixed_seconds,
-                                    const std::vector<std::vector<double>>& survival,
-                                    int64_t least = 0);
+                                    const std::vector<std::vector<double>>& survival);
 
-// Whether drafting pays, from what recent steps cost and gave. If not, it is left alone for a while
-// and tried again, more and more seldom. While it does, a plain step now and then keeps the
-// measured cost of plain steps true.
+// Whether drafting pays and how many drafts to verify, from what recent steps cost and what became
+// of their drafts.
+//
+// Drafts are tried where they would pay if (nearly) all of them were kept, in as many rows as are
+// then best. What is kept says within a step or two whether they do; from then on the drafter's
+// confidences choose the rows, corrected by what became of earlier drafts. Drafts that lose time
+// are left alone until it is 1 % of what went by, and more and more seldom after that. While they
+// pay, a plain step now and then keeps the measured cost of plain steps true.
 class DraftPolicy {
  public:
+  // `block`: drafts of a request and step, at most.
+  explicit DraftPolicy(int64_t block) : kept_(static_cast<size_t>(block)) {}
+
   // Whether the next decode step, of `requests`, should draft. To be asked once per step.
   bool next(int64_t requests);
 
-  // Whether the next step with drafts is one of those that say what drafts are worth.
-  bool tries() const { return trial_ < kTrial; }
+  // What the drafter's logit says of a draft: the probability that it is kept if all before it are.
+  // A NaN says nothing: 0.
+  double confidence(double logit) const;
+  // Drafts of each request to verify, at most as many as it has survivals. These are products of
+  // confidences; a trial goes by the forecast instead, which knows nothing of the drafts either.
+  std::vector<int64_t> lengths(double draft_seconds,
+                               const std::vector<std::vector<double>>& survival) const;
 
   void record_draft(int64_t requests, double seconds) { draft_.record(requests, seconds); }
   // A step over `rows` rows of decoding requests.
   void record_step(int64_t rows, double seconds) { step_.record(rows, seconds); }
+  // What became of a draft that the target judged, the `position`-th of its request.
+  void record_draft_outcome(int64_t position, double confidence, bool kept);
   // What a step with drafts gave: output tokens of its requests, and the rows that it ran.
   void record_outcome(int64_t requests, int64_t rows, int64_t tokens);
 
@@ -95,19 +108,33 @@ class DraftPolicy {
     draft_ = other.draft_;
   }
 
-  const StepCost& step() const { return step_; }
-  const StepCost& draft() const { return draft_; }
-
  private:
-  static constexpr int64_t kTrial = 6;    // steps with drafts before they are judged
+  static constexpr int64_t kTrial = 6;    // steps with drafts before they are judged by their rows
   static constexpr int64_t kRetrial = 3;  // after a pause
 
-  bool pays(int64_t requests) const;
+  // Decaying counts of judged drafts.
+  struct Kept {
+    double judged = 0;
+    double kept = 0;
+  };
+  // The number of drafts that gives the most tokens per second if drafts are kept as earlier ones
+  // were, and this rate over that of plain steps.
+  struct Forecast {
+    int64_t length = 0;
+    double gain = 0;
+  };
+  Forecast forecast(int64_t requests) const;
+  // Tokens per second with drafts over those without: as forecast in a trial, then as it came.
+  double gain(int64_t requests) const;
+  void pause(int64_t requests);
 
   StepCost step_, draft_;
-  // Decaying sums over the steps with drafts since the last pause.
+  double bias_ = 0;  // of the confidence logits
+  // Since the last pause: by position, and decaying sums over the steps with drafts.
+  std::vector<Kept> kept_;
   double requests_ = 0, rows_ = 0, tokens_ = 0;
-  int64_t trial_ = 0;        // such steps
+  double lost_ = 0;          // seconds against plain steps, negative: won
+  int64_t trial_ = 0;        // steps with drafts
   int64_t wait_ = 0;         // steps left of a pause
   int64_t pause_ = 0;        // length of the last pause
   int64_t since_plain_ = 0;  // steps with drafts since the last without
@@ -127,7 +154,10 @@ class Speculator {
   Speculator(const model::ModelConfig& config,
              SpeculationOptions options,
              std::vector<double> temperatures = {})
-      : config_(config), options_(options), temperatures_(std::move(temperatures)) {}
+      : config_(config),
+        options_(options),
+        temperatures_(std::move(temperatures)),
+        policy_(config.dspark_block_size) {}
 
   // Measures a draft of one request, and steps of 1, 2, 4, ... up to `most_rows` rows, on an empty
   // cache, so that the first decisions have something to go by; decode refreshes it. Ends
@@ -149,16 +179,12 @@ class Speculator {
   // even if no draft was worth a row.
   bool drafted() const { return drafted_; }
 
-  // What became of a judged draft: confidences that promise too much or too little are corrected.
-  void observe(const Draft& draft, bool kept);
-
   DraftPolicy& policy() { return policy_; }
 
  private:
   const model::ModelConfig& config_;
   SpeculationOptions options_;
   std::vector<double> temperatures_;
-  double bias_ = 0;  // of the confidence logits, from what became of drafts
   DraftPolicy policy_;
   bool drafted_ = false;
 };

@@ -414,15 +414,16 @@ TEST_F(GeneratorTest, SampledSpeculation) {
   }
 }
 
-// Drafts that are never worth a row are given up, too.
+// Drafts that are never kept are given up, even where rows cost nothing.
 TEST_F(GeneratorTest, WorthlessDraftsAreGivenUp) {
   const auto runtime = open({.draft = true});
   const auto runner = make_runner(*runtime);
   const auto cache = make_cache(*runtime);
   step(*runner, *cache, tokens(5));
   Speculator speculator(runtime->model().config, {});
-  speculator.policy().record_step(1, 1e-3);
-  speculator.policy().record_step(2, 1e6);
+  for (const int64_t rows : {1, 4}) {
+    speculator.policy().record_step(rows, 1.0);
+  }
   const Sampler sampler({.temperature = 0});
   const Speculator::Member member{
       .view = &cache->view(), .anchor = 7, .sampler = &sampler, .most = 3};
@@ -430,11 +431,12 @@ TEST_F(GeneratorTest, WorthlessDraftsAreGivenUp) {
   for (int i = 0; i < 50; ++i) {
     const auto proposals = speculator.propose(*runner, {&member, 1});
     ASSERT_TRUE(proposals.ok());
-    // A trial verifies one draft, whatever the row costs.
-    EXPECT_EQ((*proposals)[0].size(), speculator.drafted() ? 1u : 0u);
+    // A trial verifies what would be best if drafts were kept.
+    EXPECT_EQ((*proposals)[0].size(), speculator.drafted() ? 3u : 0u);
     if (speculator.drafted()) {
       ++drafts;
-      speculator.policy().record_outcome(1, 2, 1);
+      speculator.policy().record_draft_outcome(0, (*proposals)[0][0].confidence, false);
+      speculator.policy().record_outcome(1, 4, 1);
     }
   }
   EXPECT_GT(drafts, 0);
@@ -490,7 +492,7 @@ TEST_F(GeneratorTest, OutcomesCorrectTheConfidence) {
   const double before = confidence().confidence;
   for (const bool kept : {true, false}) {
     for (int i = 0; i < 60; ++i) {
-      speculator.observe(confidence(), kept);
+      speculator.policy().record_draft_outcome(0, confidence().confidence, kept);
     }
     EXPECT_NEAR(confidence().confidence, kept ? 1 : 0, 0.1);
   }
