@@ -5,15 +5,22 @@
 // eviction is rebuilt when the database is opened without reading any object. RocksDB's own expiry
 // counts from the write and its size limits leave out blobs, so both bounds are kept here.
 #include <rocksdb/db.h>
+#include <rocksdb/env.h>
+#include <rocksdb/listener.h>
 
+#include <algorithm>
 #include <chrono>
+#include <cstdarg>
 #include <cstring>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <set>
+#include <thread>
 #include <unordered_map>
 #include <vector>
 
+#include "base/clock.h"
 #include "base/file.h"
 #include "base/format.h"
 #include "base/log.h"
@@ -24,6 +31,8 @@ namespace {
 
 // A use is written down again only when it is this much newer, or every hit would be a write.
 constexpr double kUseStepSeconds = 60;
+constexpr double kResumeSeconds = 1;
+constexpr double kStallSeconds = 2;
 
 double system_seconds() {
   return std::chrono::duration<double>(std::chrono::system_clock::now().time_since_epoch()).count();
@@ -38,6 +47,34 @@ Status status_of(const rocksdb::Status& status) {
     return {};
   }
   return {status.IsCorruption() ? Code::kDataLoss : Code::kUnavailable, status.ToString()};
+}
+
+// RocksDB's own log would lie beside the objects, and where it cannot be written, as on a full
+// disk, builds of RocksDB with assertions end the process. What fails is an error of the call.
+class NoLog : public rocksdb::Logger {
+ public:
+  using rocksdb::Logger::Logv;
+  void Logv(const char* /*format*/, va_list /*arguments*/) override {}
+};
+
+// On a full disk RocksDB would wait for room that it deems enough, and refuse to go on meanwhile.
+class NoRecovery : public rocksdb::EventListener {
+ public:
+  void OnErrorRecoveryBegin(rocksdb::BackgroundErrorReason /*reason*/,
+                            rocksdb::Status error,
+                            bool* auto_recovery) override {
+    error.PermitUncheckedError();
+    *auto_recovery = false;
+  }
+};
+
+rocksdb::Options database_options() {
+  rocksdb::Options options;
+  options.create_if_missing = true;
+  options.create_missing_column_families = true;
+  options.info_log = std::make_shared<NoLog>();
+  options.listeners = {std::make_shared<NoRecovery>()};
+  return options;
 }
 
 struct Use {
@@ -59,19 +96,27 @@ class DiskStore : public ObjectStore {
   }
 
   Status open(const std::string& directory) {
-    rocksdb::Options options;
-    options.create_if_missing = true;
-    options.create_missing_column_families = true;
-    options.keep_log_file_num = 2;
-    options.max_total_wal_size = uint64_t{64} << 20;
+    rocksdb::Options options = database_options();
+    // Small against a small store: the memory that gathers objects, and the files of them, which
+    // give their room back when all in them was removed.
+    const auto piece =
+        static_cast<uint64_t>(std::clamp(max_bytes_ / 16, int64_t{1} << 20, int64_t{32} << 20));
+    options.max_total_wal_size = 2 * piece;
     rocksdb::ColumnFamilyOptions objects;
     objects.enable_blob_files = true;
     objects.enable_blob_garbage_collection = true;
-    objects.blob_file_size = uint64_t{64} << 20;
-    objects.write_buffer_size = size_t{32} << 20;
+    // Every compaction, which comes after four pieces, moves what is left in the oldest files: as
+    // much as has come since the one before.
+    objects.blob_garbage_collection_age_cutoff =
+        std::min(0.25, 4.0 * static_cast<double>(piece) / static_cast<double>(max_bytes_));
+    objects.blob_file_size = piece;
+    objects.write_buffer_size = piece;
+    objects.max_write_buffer_number = 4;
     objects.compression = rocksdb::kNoCompression;  // FP4 and FP8 rows do not compress
+    rocksdb::ColumnFamilyOptions uses;
+    uses.write_buffer_size = piece;
     const std::vector<rocksdb::ColumnFamilyDescriptor> families = {
-        {rocksdb::kDefaultColumnFamilyName, objects}, {"uses", {}}};
+        {rocksdb::kDefaultColumnFamilyName, objects}, {"uses", uses}};
     std::vector<rocksdb::ColumnFamilyHandle*> handles;
     rocksdb::DB* db = nullptr;
     CACHALOT_RETURN_IF_ERROR(
@@ -123,8 +168,9 @@ class DiskStore : public ObjectStore {
       const Use use{now, found->second.bytes};
       forget(key);
       remember(key, use);
-      CACHALOT_RETURN_IF_ERROR(
-          status_of(db_->Put(rocksdb::WriteOptions(), uses_.get(), slice(key), bytes_of(use))));
+      rocksdb::WriteBatch batch;
+      CACHALOT_RETURN_IF_ERROR(status_of(batch.Put(uses_.get(), slice(key), bytes_of(use))));
+      CACHALOT_RETURN_IF_ERROR(write(batch));
     }
     return std::optional(std::move(object));
   }
@@ -134,24 +180,33 @@ class DiskStore : public ObjectStore {
     if (use.bytes > max_bytes_) {
       return {};
     }
+    const auto found = entries_.find(key);
+    const std::optional<Use> before =
+        found != entries_.end() ? std::optional(found->second) : std::nullopt;
     forget(key);
-    CACHALOT_RETURN_IF_ERROR(make_room(use.bytes));
-    rocksdb::WriteBatch batch;
-    CACHALOT_RETURN_IF_ERROR(
-        status_of(batch.Put(objects_.get(), slice(key), {object.data(), object.size()})));
-    CACHALOT_RETURN_IF_ERROR(status_of(batch.Put(uses_.get(), slice(key), bytes_of(use))));
-    // Not synced: a crash of the machine may lose the last objects, one of this process does not.
-    CACHALOT_RETURN_IF_ERROR(status_of(db_->Write(rocksdb::WriteOptions(), &batch)));
-    remember(key, use);
-    return {};
+    Status status = make_room(use.bytes);
+    if (status.ok()) {
+      rocksdb::WriteBatch batch;
+      CACHALOT_RETURN_IF_ERROR(
+          status_of(batch.Put(objects_.get(), slice(key), {object.data(), object.size()})));
+      CACHALOT_RETURN_IF_ERROR(status_of(batch.Put(uses_.get(), slice(key), bytes_of(use))));
+      status = write(batch);
+    }
+    if (status.ok()) {
+      remember(key, use);
+    } else if (before) {
+      remember(key, *before);
+    }
+    return status;
   }
 
   Status remove(const PrefixKey& key) override {
-    forget(key);
     rocksdb::WriteBatch batch;
     CACHALOT_RETURN_IF_ERROR(status_of(batch.Delete(objects_.get(), slice(key))));
     CACHALOT_RETURN_IF_ERROR(status_of(batch.Delete(uses_.get(), slice(key))));
-    return status_of(db_->Write(rocksdb::WriteOptions(), &batch));
+    CACHALOT_RETURN_IF_ERROR(write(batch));
+    forget(key);
+    return {};
   }
 
   int64_t bytes() const override { return bytes_; }
@@ -162,6 +217,31 @@ class DiskStore : public ObjectStore {
 
   static rocksdb::Slice bytes_of(const Use& use) {
     return {reinterpret_cast<const char*>(&use), sizeof use};
+  }
+
+  // Not synced: a crash of the machine may lose the last objects, one of this process does not.
+  Status write(rocksdb::WriteBatch& batch) {
+    if (stopped_) {
+      // After a write that failed RocksDB takes no others until it is told to go on.
+      const double now = now_seconds();
+      if (now - resumed_ < kResumeSeconds) {
+        return error(Code::kUnavailable, "an earlier write failed");
+      }
+      resumed_ = now;
+      CACHALOT_RETURN_IF_ERROR(status_of(db_->Resume()));
+      stopped_ = false;
+    }
+    // While flushes lag behind RocksDB would wait as long as it takes, on a full disk for ever.
+    rocksdb::WriteOptions options;
+    options.no_slowdown = true;
+    const double begin = now_seconds();
+    rocksdb::Status status = db_->Write(options, &batch);
+    while (status.IsIncomplete() && now_seconds() - begin < kStallSeconds) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(5));
+      status = db_->Write(options, &batch);
+    }
+    stopped_ = !status.ok();
+    return status_of(status);
   }
 
   // A clock that was set back must not keep an object for ever.
@@ -203,6 +283,8 @@ class DiskStore : public ObjectStore {
   std::unordered_map<PrefixKey, Use, PrefixKeyHash> entries_;
   std::set<std::pair<double, PrefixKey>> order_;  // by the time of the last use
   int64_t bytes_ = 0;
+  bool stopped_ = false;  // by a write that failed
+  double resumed_ = 0;    // when that was last tried
 };
 
 bool is_lock(const Status& status) {
@@ -218,10 +300,10 @@ Result<std::unique_ptr<ObjectStore>> open_disk_store(const std::string& director
   auto store = std::make_unique<DiskStore>(max_bytes, retention);
   Status status = store->open(directory);
   if (!status.ok() && !is_lock(status)) {
-    log_warning("cache on disk '{}' is damaged and is emptied: {}", directory, status.message());
+    log_warning("cache on disk '{}' does not open and is emptied: {}", directory, status.message());
     store = std::make_unique<DiskStore>(max_bytes, retention);
     // Removes files with the names that RocksDB gives, and no others.
-    CACHALOT_RETURN_IF_ERROR(status_of(rocksdb::DestroyDB(directory, rocksdb::Options())));
+    CACHALOT_RETURN_IF_ERROR(status_of(rocksdb::DestroyDB(directory, database_options())));
     status = store->open(directory);
   }
   CACHALOT_RETURN_IF_ERROR(status.with(fmt::format("cache on disk '{}'", directory)));

@@ -35,14 +35,16 @@ std::unique_ptr<ObjectStore> make_memory_store(int64_t max_bytes);
 
 // A RocksDB database in `directory`, which one process can use at a time. Objects go, the least
 // recently used first, when they exceed `max_bytes` or when `retention` seconds have passed since
-// their last use, by the clock of the system. A database that cannot be opened for damage is
-// emptied. kUnavailable: another process has it, or the directory cannot be written.
+// their last use, by the clock of the system. A database that does not open, for damage or
+// for want of room, is emptied. kUnavailable: another process has it, or the directory cannot be
+// written.
 Result<std::unique_ptr<ObjectStore>> open_disk_store(const std::string& directory,
                                                      int64_t max_bytes,
                                                      double retention);
 
 // A server of the Redis protocol, "redis://HOST[:PORT]". Objects expire after `ttl` seconds. The
-// server need not be there: each call fails fast, and the connection is tried again once a second.
+// server need not be there: each call fails fast, and it is left alone for a second where nobody
+// listens, and for ten times as long as a timeout took.
 // kInvalidArgument: not such a URL.
 Result<std::unique_ptr<ObjectStore>> make_redis_store(const std::string& url, double ttl);
 

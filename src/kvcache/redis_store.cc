@@ -2,6 +2,7 @@
 #include <hiredis/hiredis.h>
 #include <signal.h>
 
+#include <algorithm>
 #include <charconv>
 #include <cmath>
 #include <initializer_list>
@@ -17,6 +18,9 @@ namespace cachalot::kvcache {
 namespace {
 
 constexpr double kRetrySeconds = 1;
+// A server that takes connections and answers nothing costs a timeout per attempt, in which
+// requests wait for their prefixes: it is left alone for so many times what the last one took.
+constexpr double kRestPerFailure = 10;
 constexpr timeval kConnectTimeout{0, 200'000};
 constexpr timeval kCommandTimeout{2, 0};
 
@@ -83,25 +87,32 @@ class RedisStore : public ObjectStore {
   }
 
   Status connect() {
-    const double now = now_seconds();
-    if (now < retry_at_) {
+    if (now_seconds() < retry_at_) {
       return error(Code::kUnavailable, "redis at {}:{} is not there", host_, port_);
     }
-    retry_at_ = now + kRetrySeconds;
+    const double begin = now_seconds();
     context_.reset(redisConnectWithTimeout(host_.c_str(), port_, kConnectTimeout));
     if (context_ == nullptr || context_->err != 0 ||
         redisSetTimeout(context_.get(), kCommandTimeout) != REDIS_OK) {
-      const std::string reason = context_ == nullptr ? "out of memory" : context_->errstr;
-      context_.reset();
-      return error(Code::kUnavailable, "redis at {}:{}: {}", host_, port_, reason);
+      return lost(begin, kRetrySeconds);
     }
     return {};
+  }
+
+  // Drops the connection after an attempt that began then, and rests for `least` seconds.
+  Status lost(double begin, double least) {
+    const std::string reason = context_ == nullptr ? "out of memory" : context_->errstr;
+    context_.reset();
+    const double now = now_seconds();
+    retry_at_ = now + std::max(least, kRestPerFailure * (now - begin));
+    return error(Code::kUnavailable, "redis at {}:{}: {}", host_, port_, reason);
   }
 
   Result<Reply> call(std::initializer_list<std::string_view> words) {
     if (context_ == nullptr) {
       CACHALOT_RETURN_IF_ERROR(connect());
     }
+    const double begin = now_seconds();
     const WithoutSigpipe guard;
     std::vector<const char*> data;
     std::vector<size_t> sizes;
@@ -112,9 +123,8 @@ class RedisStore : public ObjectStore {
     Reply reply(static_cast<redisReply*>(redisCommandArgv(
         context_.get(), static_cast<int>(data.size()), data.data(), sizes.data())));
     if (reply == nullptr) {
-      const std::string reason = context_->errstr;
-      context_.reset();
-      return error(Code::kUnavailable, "redis at {}:{}: {}", host_, port_, reason);
+      // One that was closed while idle is opened again by the next call.
+      return lost(begin, 0);
     }
     if (reply->type == REDIS_REPLY_ERROR) {
       return error(Code::kUnavailable, "redis: {}", std::string_view(reply->str, reply->len));

@@ -2,7 +2,9 @@
 #include "kvcache/tiers.h"
 
 #include <gtest/gtest.h>
+#include <sched.h>
 #include <signal.h>
+#include <sys/mount.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -10,9 +12,11 @@
 #include <cstring>
 #include <filesystem>
 #include <fstream>
+#include <functional>
 #include <numeric>
 
 #include "base/file.h"
+#include "base/format.h"
 #include "tests/support/redis_server.h"
 #include "tests/support/temp_directory.h"
 
@@ -165,6 +169,123 @@ TEST(DiskStore, ForgetsWhatWasNotUsedForTheRetention) {
   EXPECT_EQ(open_disk_store("/proc/nowhere", 100, 100).error().code(), Code::kUnavailable);
 }
 
+int64_t bytes_below(const std::string& directory) {
+  int64_t bytes = 0;
+  for (const auto& entry : std::filesystem::recursive_directory_iterator(directory)) {
+    std::error_code gone;  // files come and go
+    const uintmax_t size = entry.file_size(gone);
+    bytes += gone ? 0 : static_cast<int64_t>(size);
+  }
+  return bytes;
+}
+
+// Evicted objects give their room back, also where some of their neighbours are used again and
+// again.
+TEST(DiskStore, TheDirectoryStaysNearItsBound) {
+  constexpr int64_t kBound = int64_t{16} << 20;
+  const test::TempDirectory directory;
+  auto store = std::move(open_disk_store(directory.path(), kBound, 1000).value());
+  const std::string object(100'000, 'x');
+  int64_t most = 0;
+  for (int i = 0; i < 1000; ++i) {
+    ASSERT_TRUE(store->put(key(i), object).ok());
+    const int old = i / 100 * 100;
+    ASSERT_TRUE(store->put(key(old), object).ok());  // a use
+    if (i % 20 == 0) {
+      most = std::max(most, bytes_below(directory.path()));
+    }
+  }
+  EXPECT_GT(store->bytes(), kBound - 100'000);
+  // About a third of it is garbage in the mean, more while objects come faster than it is
+  // collected.
+  EXPECT_LE(most, 4 * kBound);
+}
+
+// Puts a file system of so many bytes, which this process alone sees, at `directory`. False: the
+// machine gives us none.
+bool enter_small_disk(const std::string& directory, int64_t bytes) {
+  const uid_t user = ::getuid();
+  const gid_t group = ::getgid();
+  const auto tell = [](const char* file, const std::string& text) {
+    return static_cast<bool>(std::ofstream(file) << text << std::flush);
+  };
+  const std::string size = fmt::format("size={}", bytes);
+  return ::unshare(CLONE_NEWUSER | CLONE_NEWNS) == 0 && tell("/proc/self/setgroups", "deny") &&
+         tell("/proc/self/uid_map", fmt::format("0 {} 1", user)) &&
+         tell("/proc/self/gid_map", fmt::format("0 {} 1", group)) &&
+         ::mount("tmpfs", directory.c_str(), "tmpfs", 0, size.c_str()) == 0;
+}
+
+bool has_small_disks(const std::string& directory) {
+  const pid_t child = ::fork();
+  if (child == 0) {
+    ::_exit(enter_small_disk(directory, 1 << 20) ? 0 : 1);
+  }
+  int status = 0;
+  EXPECT_EQ(::waitpid(child, &status, 0), child);
+  return WIFEXITED(status) && WEXITSTATUS(status) == 0;
+}
+
+// What went wrong, 0: nothing.
+int fill_small_disk(const std::string& directory) {
+  if (!enter_small_disk(directory, int64_t{60} << 20)) {
+    return 6;
+  }
+  const std::string filler = directory + "/filler", folder = directory + "/cache";
+  if (!write_file(filler, std::string(int64_t{20} << 20, 'f')).ok()) {
+    return 1;
+  }
+  auto store = std::move(open_disk_store(folder, int64_t{64} << 20, 1000).value());
+  const auto object = [](int i) { return std::string(200'000, static_cast<char>('a' + i % 26)); };
+  std::vector<int> stored;
+  Status full;
+  for (int i = 0, more = 20; i < 1000 && more > 0; ++i) {
+    const Status status = store->put(key(i), object(i));
+    if (status.ok()) {
+      stored.push_back(i);
+    } else if (status.message().find("No space left") != std::string::npos) {
+      full = status;
+    }
+    more -= full.ok() ? 0 : 1;
+  }
+  if (stored.size() < 50 || full.code() != Code::kUnavailable) {
+    return 2;
+  }
+  const auto all_there = [&] {
+    return std::ranges::all_of(stored, [&](int i) {
+      const auto got = store->get(key(i));
+      return got.ok() && got->has_value() && **got == object(i);
+    });
+  };
+  if (!all_there() || store->bytes() != static_cast<int64_t>(stored.size()) * 200'000) {
+    return 3;
+  }
+  std::filesystem::remove(filler);
+  Status later = full;
+  for (int i = 0; i < 600 && !later.ok(); ++i) {
+    ::usleep(100'000);
+    later = store->put(key(2000), object(2000));
+  }
+  stored.push_back(2000);
+  if (!later.ok() || !all_there()) {
+    return 4;
+  }
+  store = nullptr;
+  store = std::move(open_disk_store(folder, int64_t{64} << 20, 1000).value());
+  return all_there() ? 0 : 5;
+}
+
+// On a full disk writing fails, reading goes on, and there is no other harm; when there is room
+// again it is used. In a process of its own: a fork of this one would lack RocksDB's threads.
+TEST(DiskStore, AFullDiskIsAFaultAndNoMore) {
+  const test::TempDirectory directory;
+  if (!has_small_disks(directory.path())) {
+    GTEST_SKIP() << "no file system of a size of its own";
+  }
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
+  EXPECT_EXIT(::_exit(fill_small_disk(directory.path())), testing::ExitedWithCode(0), "");
+}
+
 // A process that is killed in the middle of writing loses at most what it was writing.
 TEST(DiskStore, AKilledWriterLosesNothingThatWasThere) {
   const test::TempDirectory directory;
@@ -291,6 +412,10 @@ TEST(RedisStore, ALostServerIsAMiss) {
   EXPECT_FALSE(store->get(key(2))->has_value());
   ASSERT_TRUE(store->remove(key(1)).ok());
   EXPECT_FALSE(store->get(key(1))->has_value());
+  // One timeout, and the next calls do not wait for another.
+  server.freeze();
+  EXPECT_EQ(store->put(key(1), object).code(), Code::kUnavailable);
+  EXPECT_NE(store->get(key(1)).error().message().find("is not there"), std::string::npos);
   server.kill();
   EXPECT_EQ(store->get(key(1)).error().code(), Code::kUnavailable);
   EXPECT_EQ(store->put(key(1), object).code(), Code::kUnavailable);

@@ -56,6 +56,8 @@ class RedisServer {
 
   bool running() const { return running_; }
   std::string url() const { return "redis://127.0.0.1:" + std::to_string(port_); }
+  // It goes on to take connections, and answers nothing.
+  void freeze() { ::kill(child_, SIGSTOP); }
   void kill() {
     if (child_ > 0) {
       ::kill(child_, SIGKILL);
