@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <exception>
+#include <string_view>
 
 #include "base/format.h"
 #include "base/json.h"
@@ -174,6 +175,20 @@ class CompiledGrammar {
 
 namespace {
 
+// The core's messages begin with the time and a place in its source: "[12:00:00] FILE.cc:7:
+// WHAT\n".
+std::string_view reason_of(const std::exception& failed) {
+  std::string_view message = failed.what();
+  const size_t what = message.find(": ", message.find(".cc:"));
+  if (message.starts_with('[') && what != std::string_view::npos) {
+    message.remove_prefix(what + 2);
+  }
+  while (message.ends_with('\n')) {
+    message.remove_suffix(1);
+  }
+  return message;
+}
+
 class Compiler final : public GrammarCompiler {
  public:
   Compiler(const Tokenizer& tokenizer, int32_t vocab_size)
@@ -188,7 +203,7 @@ class Compiler final : public GrammarCompiler {
       return std::make_shared<const CompiledGrammar>(
           std::move(compiled), spec.tools.empty() ? nullptr : spellings_, vocab_size_);
     } catch (const std::exception& failed) {
-      return invalid("{}", failed.what());
+      return invalid("{}", reason_of(failed));
     }
   }
 

@@ -178,7 +178,11 @@ TEST_F(GrammarTest, WrongGrammarsAreErrors) {
   };
   for (const auto& [kind, text] : cases) {
     const auto compiled = compiler_->compile(spec(kind, text));
-    EXPECT_FALSE(compiled.ok()) << text.substr(0, 60);
+    ASSERT_FALSE(compiled.ok()) << text.substr(0, 60);
+    // Without the place in the core's source.
+    const std::string& message = compiled.error().message();
+    EXPECT_EQ(message.find(".cc:"), std::string::npos) << message;
+    EXPECT_FALSE(message.empty() || message.ends_with('\n')) << message;
   }
 }
 
