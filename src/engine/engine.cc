@@ -43,9 +43,13 @@ class ThreadedEngine : public Engine {
       if (draining_) {
         return error(Code::kUnavailable, "the engine takes no new requests");
       }
-      const int64_t waiting = stats_.waiting + static_cast<int64_t>(submitted_.size());
-      if (waiting >= options_.max_waiting) {
-        return error(Code::kResourceExhausted, "{} requests are waiting, try again later", waiting);
+      // Those that the batch has room for wait, too, until the engine thread comes to them.
+      const int64_t present =
+          stats_.running + stats_.waiting + static_cast<int64_t>(submitted_.size());
+      if (present >= options_.max_present()) {
+        return error(Code::kResourceExhausted,
+                     "{} requests are running or waiting, try again later",
+                     present);
       }
       id = ++last_id_;
       submitted_.push_back({id, std::move(request), std::move(sink)});

@@ -134,7 +134,7 @@ struct EngineStats {
 struct EngineOptions {
   int64_t chunk = 512;         // most rows of a step
   int64_t max_running = 64;    // sequences in flight
-  int64_t max_waiting = 1024;  // queued requests; more are refused
+  int64_t max_waiting = 1024;  // requests beside those in flight; more are refused
   int64_t max_context = 0;     // tokens of a request; 0: the model's
   bool prefix_cache = true;
   // Window states kept for prefixes of earlier requests, beside those of running ones.
@@ -142,6 +142,9 @@ struct EngineOptions {
   std::chrono::seconds state_ttl{300};  // since the last use
   SpeculationOptions speculation;       // of a runtime with a drafter
   kvcache::TierOptions tiers;           // stores behind the page pools
+
+  // Requests that are taken at a time.
+  int64_t max_present() const { return max_running + max_waiting; }
 };
 
 class Engine {

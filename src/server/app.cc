@@ -276,7 +276,21 @@ void App::refuse(const Call& call, const Dialect& dialect, const ApiError& error
   reply(call, std::move(response));
 }
 
+std::optional<App::TimePoint> App::deadline_of(const GenerationRequest& request,
+                                               TimePoint arrival) const {
+  double seconds = request.timeout.value_or(options_.request_timeout);
+  if (options_.request_timeout > 0) {
+    seconds = std::min(seconds, options_.request_timeout);
+  }
+  if (seconds <= 0) {
+    return std::nullopt;
+  }
+  return arrival +
+         std::chrono::duration_cast<TimePoint::duration>(std::chrono::duration<double>(seconds));
+}
+
 void App::generate(const Call& call, const Dialect& dialect) {
+  const TimePoint arrival = std::chrono::steady_clock::now();
   if (const Status status = check_ready(); !status.ok()) {
     refuse(call, dialect, api_error(status));
     return;
@@ -295,6 +309,16 @@ void App::generate(const Call& call, const Dialect& dialect) {
     refuse(call, dialect, api_error(job.error(), &*body));
     return;
   }
+  // What could never be taken is not to be tried again.
+  if (const int64_t most = engine_.load()->options().max_present(); (*job)->choices() > most) {
+    const Status status = invalid("{} and n ask for {} answers, the server takes {} at a time",
+                                  dialect.prompt_field,
+                                  (*job)->choices(),
+                                  most);
+    refuse(call, dialect, api_error(status, &*body));
+    return;
+  }
+  (*job)->deadline = deadline_of((*job)->request, arrival);
   if (weights != nullptr) {
     (*job)->fingerprint += "-" + weights->fingerprint();
   }

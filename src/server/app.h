@@ -2,6 +2,7 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <memory>
 #include <optional>
 #include <string>
@@ -19,6 +20,7 @@ struct AppOptions {
   std::vector<std::string> api_keys;  // none: open to everyone who reaches the port
   // Of the routes that change the server; none: the API keys, and without those nobody.
   std::vector<std::string> admin_keys;
+  double request_timeout = 0;  // seconds that a request may take at most; 0: any time
 };
 
 // Thread-safe. Exists before the model is loaded, so that clients learn that it is loading.
@@ -53,6 +55,8 @@ class App {
   void refuse(const Call& call, const Dialect& dialect, const ApiError& error);
   void reply(const Call& call, HttpResponse response);
 
+  using TimePoint = std::chrono::steady_clock::time_point;
+  std::optional<TimePoint> deadline_of(const GenerationRequest& request, TimePoint arrival) const;
   void generate(const Call& call, const Dialect& dialect);
   void count_tokens(const Call& call);
   void tokenize(const Call& call);

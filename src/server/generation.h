@@ -4,6 +4,7 @@
 //        -> Encoder -> bytes
 #pragma once
 
+#include <chrono>
 #include <cstdint>
 #include <memory>
 #include <optional>
@@ -68,7 +69,9 @@ struct GenerationRequest {
 
   bool stream = false;
   bool include_usage = false;
-  text::Json echoed;  // Responses: fields of the request that its answer repeats
+  int priority = 0;               // higher runs first
+  std::optional<double> timeout;  // seconds from the arrival to the last token
+  text::Json echoed;              // Responses: fields of the request that its answer repeats
 };
 
 struct Prompt {
@@ -127,6 +130,7 @@ struct Job {
   std::string fingerprint = "cachalot";  // of the server and its weights
   int64_t max_tokens = 0;
   uint64_t seed = 0;
+  std::optional<std::chrono::steady_clock::time_point> deadline;
   std::shared_ptr<const text::CompiledGrammar> grammar;  // null: unconstrained
 
   bool chat() const { return std::holds_alternative<text::ChatRequest>(request.prompt); }

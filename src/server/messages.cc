@@ -208,6 +208,7 @@ Result<GenerationRequest> parse(Json& body, const ServedModel& /*model*/) {
                  text::bool_field(*choice, "tool_choice", "disable_parallel_tool_use"));
     out.parallel_tool_calls = !single.value_or(false);
   }
+  CACHALOT_RETURN_IF_ERROR(read_scheduling(body, &out));
   CACHALOT_RETURN_IF_ERROR(read_format(body, &out, &chat));
   out.prompt = std::move(chat);
   return out;

@@ -16,6 +16,8 @@ constexpr int64_t kMaxChoices = 128;
 constexpr size_t kMaxStops = 16;
 constexpr size_t kMaxStopBytes = 1024;
 constexpr int64_t kMaxOutput = int64_t{1} << 31;
+constexpr int64_t kMaxPriority = 1000;
+constexpr double kLeastTimeout = 0.001, kLongestTimeout = 86400;  // seconds
 
 // Fields that change the result in ways we do not have: refused, since ignoring them would answer
 // another question. Everything else that is unknown is ignored, as clients expect.
@@ -182,7 +184,17 @@ Status read_openai_fields(const Json& body, GenerationRequest* out) {
   }
   CACHALOT_RETURN_IF_ERROR(read_streaming(body, out));
   CACHALOT_RETURN_IF_ERROR(read_structure(body, out));
+  CACHALOT_RETURN_IF_ERROR(read_scheduling(body, out));
   return read_extensions(body, out);
+}
+
+Status read_scheduling(const Json& body, GenerationRequest* out) {
+  CACHALOT_TRY(const std::optional<int64_t> priority,
+               text::integer_field(body, "", "priority", -kMaxPriority, kMaxPriority));
+  out->priority = static_cast<int>(priority.value_or(0));
+  CACHALOT_TRY(out->timeout,
+               text::number_field(body, "", "timeout", kLeastTimeout, kLongestTimeout));
+  return {};
 }
 
 Result<std::vector<std::string>> read_stop(const Json& body, std::string_view key) {

@@ -12,6 +12,9 @@ Status read_openai_fields(const text::Json& body, GenerationRequest* out);
 // Strings that end the output: a string or an array of at most 16, none empty.
 Result<std::vector<std::string>> read_stop(const text::Json& body, std::string_view key);
 
+// Our extensions of every dialect: priority and timeout.
+Status read_scheduling(const text::Json& body, GenerationRequest* out);
+
 // An array of token ids; whether they exist is checked with the model.
 Result<std::vector<int32_t>> read_ids(const text::Json& array, const std::string& path);
 

@@ -304,6 +304,7 @@ Result<GenerationRequest> parse(Json& body, const ServedModel& /*model*/) {
   GenerationRequest out;
   ChatRequest chat;
   CACHALOT_RETURN_IF_ERROR(read_limits(body, &out));
+  CACHALOT_RETURN_IF_ERROR(read_scheduling(body, &out));
   CACHALOT_TRY(const std::string instructions, text::string_field(body, "", "instructions"));
   if (!instructions.empty()) {
     Message message;

@@ -65,6 +65,8 @@ class Run : public std::enable_shared_from_this<Run> {
     const GenerationRequest& request = job_->request;
     engine::EngineRequest out;
     out.weights = weights_;
+    out.priority = request.priority;
+    out.deadline = job_->deadline;
     out.prompt = prompt.ids;
     out.sampling = request.sampling;
     // The first choice draws with the seed itself, so that n = 1 equals a run from the command

@@ -103,6 +103,18 @@ TEST_F(EngineTest, TheQueueIsBounded) {
   EXPECT_TRUE(inbox.wait(third).second.ok());
 }
 
+// A burst is not refused for coming faster than the engine thread looks.
+TEST_F(EngineTest, AnIdleEngineTakesWhatItHasRoomFor) {
+  const auto runtime = open();
+  Inbox inbox;
+  const auto engine = start(*runtime, {.max_running = 6, .max_waiting = 1});
+  for (int i = 0; i < 7; ++i) {
+    EXPECT_TRUE(engine->submit(request(tokens(4), 16000), inbox.sink()).ok()) << i;
+  }
+  EXPECT_EQ(engine->submit(request(tokens(4), 2), inbox.sink()).error().code(),
+            Code::kResourceExhausted);
+}
+
 TEST_F(EngineTest, DrainingRefusesAndThenCancels) {
   const auto runtime = open();
   const auto engine = start(*runtime);

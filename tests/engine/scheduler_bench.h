@@ -69,6 +69,19 @@ class Bench {
     finish();
     return answers_[id];
   }
+  // All together; the answers in their order.
+  std::vector<Answer> run_all(std::vector<EngineRequest> requests) {
+    std::vector<RequestId> ids;
+    for (EngineRequest& request : requests) {
+      ids.push_back(add(std::move(request)));
+    }
+    finish();
+    std::vector<Answer> answers;
+    for (const RequestId id : ids) {
+      answers.push_back(answers_[id]);
+    }
+    return answers;
+  }
   void finish() {
     while (!scheduler_->idle()) {
       scheduler_->step();

@@ -147,6 +147,64 @@ TEST_F(AppTest, MetricsHaveTheNamesOfTheContract) {
   }
 }
 
+// A body of each dialect that asks for one short answer.
+const std::vector<std::pair<const char*, json>> kDialectBodies = {
+    {"/v1/chat/completions", {{"messages", {{{"role", "user"}, {"content", "hi"}}}}}},
+    {"/v1/completions", {{"prompt", "hi"}}},
+    {"/v1/messages", {{"messages", {{{"role", "user"}, {"content", "hi"}}}}, {"max_tokens", 5}}},
+    {"/v1/responses", {{"input", "hi"}}},
+};
+
+double seconds_left(const FakeEngine& engine) {
+  return std::chrono::duration<double>(engine.deadline().value() - std::chrono::steady_clock::now())
+      .count();
+}
+
+TEST_F(AppTest, PrioritiesAndTimeoutsReachTheEngine) {
+  engine_->say("x");
+  for (const auto& [path, plain] : kDialectBodies) {
+    ask(path, plain);
+    EXPECT_EQ(engine_->priority(), 0) << path;
+    EXPECT_FALSE(engine_->deadline().has_value()) << path;
+    json body = plain;
+    body["priority"] = -7;
+    body["timeout"] = 500.5;
+    ask(path, body);
+    EXPECT_EQ(engine_->priority(), -7) << path;
+    EXPECT_LE(seconds_left(*engine_), 500.5) << path;
+    EXPECT_GT(seconds_left(*engine_), 400) << path;
+    for (const auto& [field, values] :
+         {std::pair("priority", json{1001, 0.5, "high"}), std::pair("timeout", json{0, -1, "1"})}) {
+      for (const json& value : values) {
+        json bad = plain;
+        bad[field] = value;
+        const json error = ask(path, bad, 400)["error"];
+        EXPECT_EQ(error["param"], field) << path << value;
+      }
+    }
+  }
+}
+
+class TimeoutTest : public ServerTest {
+ protected:
+  TimeoutTest() : ServerTest(AppOptions{.request_timeout = 100}) {}
+};
+
+TEST_F(TimeoutTest, TheServersLimitHoldsForEveryRequest) {
+  engine_->say("x");
+  for (const auto& [path, plain] : kDialectBodies) {
+    json body = plain;
+    ask(path, body);
+    EXPECT_LE(seconds_left(*engine_), 100) << path;
+    body["timeout"] = 500;
+    ask(path, body);
+    EXPECT_LE(seconds_left(*engine_), 100) << path;
+    body["timeout"] = 50;
+    ask(path, body);
+    EXPECT_LE(seconds_left(*engine_), 50) << path;
+  }
+}
+
 TEST_F(AppTest, BeforeAndAfterService) {
   App loading{AppOptions{}};
   const auto status = [&](App& app, const char* method, const char* path) {

@@ -53,6 +53,15 @@ TEST_F(CompletionsTest, SeveralPromptsAndChoices) {
   EXPECT_EQ(answer["usage"]["completion_tokens"], 4);
 }
 
+TEST_F(CompletionsTest, MoreAnswersThanTheServerEverTakesAreAnError) {
+  engine_->say("x");
+  const json prompts(20, "x");
+  const json error = ask(kPath, {{"prompt", prompts}, {"n", 100}}, 400)["error"];
+  EXPECT_EQ(error["param"], "prompt");
+  EXPECT_NE(error["message"].get<std::string>().find("2000 answers"), std::string::npos) << error;
+  EXPECT_TRUE(engine_->seeds().empty());
+}
+
 TEST_F(CompletionsTest, StopStringsAreCutOff) {
   engine_->say("one two three");
   const json answer = ask(kPath, {{"prompt", "x"}, {"stop", {"two", "zzz"}}, {"max_tokens", 100}});

@@ -4,11 +4,13 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <thread>
 #include <utility>
@@ -101,6 +103,14 @@ class FakeEngine final : public engine::Engine {
     const std::lock_guard lock(mutex_);
     return last_max_tokens_;
   }
+  int priority() const {
+    const std::lock_guard lock(mutex_);
+    return last_priority_;
+  }
+  std::optional<std::chrono::steady_clock::time_point> deadline() const {
+    const std::lock_guard lock(mutex_);
+    return last_deadline_;
+  }
 
   // ---- Engine ----
 
@@ -116,6 +126,8 @@ class FakeEngine final : public engine::Engine {
     last_prompt_ = request.prompt;
     last_sampling_ = request.sampling;
     last_max_tokens_ = request.max_tokens;
+    last_priority_ = request.priority;
+    last_deadline_ = request.deadline;
     seeds_.push_back(request.sampling.seed);
     auto run = std::make_unique<Running>(request, tokenizer_);
     run->tokens = script_(request);
@@ -319,6 +331,8 @@ class FakeEngine final : public engine::Engine {
   std::vector<int32_t> last_prompt_;
   engine::SamplingParams last_sampling_;
   int64_t last_max_tokens_ = 0;
+  int last_priority_ = 0;
+  std::optional<std::chrono::steady_clock::time_point> last_deadline_;
   std::vector<uint64_t> seeds_;
   bool draining_ = false;
   bool stop_ = false;
