@@ -18,8 +18,9 @@
 #include "base/json.h"
 #include "base/log.h"
 #include "base/rng.h"
-#include "cli/run_flags.h"
+#include "cli/engine_flags.h"
 #include "cli/server_process.h"
+#include "engine/engine.h"
 #include "server/load_client.h"
 #include "text/json_tree.h"
 
@@ -33,11 +34,12 @@ using text::Json;
 
 constexpr double kReadySeconds = 600;  // for a model to load
 constexpr double kIdleSeconds = 30;    // for a server to free what its last requests held
+constexpr double kCeilingSeconds = 10;
 // Every vocabulary has these ids, and they are ordinary tokens.
 constexpr int32_t kFirstToken = 3, kLastToken = 258;
 
 struct ServeBenchFlags {
-  RunFlags run;
+  EngineFlags engine;
   std::vector<std::string> serve;  // what is passed on to the server
   std::string url;
   std::vector<int64_t> concurrency = {1, 8, 64};
@@ -72,12 +74,23 @@ struct Question {
     w.field("return_token_ids", true).field("stream", stream).end_object();
     return {.path = "/v1/completions", .body = w.text()};
   }
+
+  // The same for an engine without a server.
+  engine::EngineRequest engine_request() const {
+    return {
+        .prompt = prompt, .sampling = {.temperature = 0}, .max_tokens = output, .ignore_eos = true};
+  }
 };
 
 class Questions {
  public:
-  Questions(const ServeBenchFlags& flags, uint64_t level)
-      : flags_(flags), seed_(Philox(flags.seed, level).words(0)[0]) {}
+  // Of the level with so many clients.
+  Questions(const ServeBenchFlags& flags, int64_t clients)
+      : flags_(flags),
+        distinct_(flags.requests > 0 ? flags.requests : 4 * clients),
+        seed_(Philox(flags.seed, static_cast<uint64_t>(clients)).words(0)[0]) {}
+
+  int64_t distinct() const { return distinct_; }
 
   Question operator()(int64_t number) const {
     const Philox rng(seed_, static_cast<uint64_t>(number) + 1);
@@ -103,8 +116,80 @@ class Questions {
 
  private:
   const ServeBenchFlags& flags_;
+  int64_t distinct_;
   uint64_t seed_;
 };
+
+// ---- what the engine does without a server ------------------------------------------------------
+
+// Output tokens per second when `clients` of the questions run at a time, each followed by the next
+// one: what a server would reach that costs nothing. All questions, or as many as kCeilingSeconds
+// allow.
+Result<double> engine_rate(engine::Engine& engine, const Questions& questions, int64_t clients) {
+  std::mutex mutex;
+  std::condition_variable changed;
+  int64_t running = 0, tokens = 0;  // guarded by mutex
+  Status failed;                    // likewise
+  const engine::EventSink sink = [&](engine::RequestId, const engine::Event& event) {
+    const std::lock_guard lock(mutex);
+    tokens += static_cast<int64_t>(event.tokens.size());
+    if (event.done || !event.status.ok()) {
+      --running;
+      failed = failed.ok() ? event.status : failed;
+      changed.notify_one();
+    }
+  };
+  std::vector<engine::RequestId> ids;
+  const double begin = now_seconds();
+  const auto left = [&] {
+    return std::chrono::duration<double>(begin + kCeilingSeconds - now_seconds());
+  };
+  std::unique_lock lock(mutex);
+  for (int64_t next = 0; next < questions.distinct() && failed.ok() && left().count() > 0; ++next) {
+    if (!changed.wait_for(lock, left(), [&] { return running < clients; })) {
+      break;
+    }
+    ++running;
+    lock.unlock();
+    const Result<engine::RequestId> id = engine.submit(questions(next).engine_request(), sink);
+    lock.lock();
+    if (id.ok()) {
+      ids.push_back(*id);
+    } else {
+      --running;
+      failed = id.status();
+    }
+  }
+  changed.wait_for(lock, left(), [&] { return running == 0; });
+  const double rate = static_cast<double>(tokens) / (now_seconds() - begin);
+  const Status status = failed;
+  // The sink refers to what is here.
+  lock.unlock();
+  for (const engine::RequestId id : ids) {
+    engine.cancel(id);
+  }
+  lock.lock();
+  changed.wait(lock, [&] { return running == 0; });
+  CACHALOT_RETURN_IF_ERROR(status);
+  return rate;
+}
+
+// One rate per level. Without tiers: what they hold would be hits of the server's.
+Result<std::vector<double>> engine_rates(const ServeBenchFlags& flags) {
+  CACHALOT_TRY(const std::unique_ptr<engine::Runtime> runtime, open_runtime(flags.engine.run));
+  engine::EngineOptions options = flags.engine.options();
+  options.tiers = {};
+  const int64_t most = *std::max_element(flags.concurrency.begin(), flags.concurrency.end());
+  options.max_waiting = std::max(options.max_waiting, most);
+  CACHALOT_TRY(const std::unique_ptr<engine::Engine> engine,
+               engine::Engine::start(*runtime, options));
+  std::vector<double> rates;
+  for (const int64_t clients : flags.concurrency) {
+    CACHALOT_TRY(const double rate, engine_rate(*engine, Questions(flags, clients), clients));
+    rates.push_back(rate);
+  }
+  return rates;
+}
 
 // ---- what is answered ---------------------------------------------------------------------------
 
@@ -240,8 +325,7 @@ class Level {
       : flags_(flags),
         target_(target),
         clients_(clients),
-        distinct_(flags.requests > 0 ? flags.requests : 4 * clients),
-        questions_(flags, static_cast<uint64_t>(clients)),
+        questions_(flags, clients),
         chance_(flags.seed, 0),
         asked_(static_cast<size_t>(clients)) {}
 
@@ -266,11 +350,13 @@ class Level {
     }
   }
 
-  void print(const std::optional<ServerProcess::Footprint>& idle) const {
+  // `ceiling`: of the engine, in output tokens per second.
+  void print(std::optional<double> ceiling,
+             const std::optional<ServerProcess::Footprint>& idle) const {
     const Percentiles whole(request_seconds_);
     JsonWriter w;
     w.begin_object().field("name", "serve");
-    w.field("backend", flags_.url.empty() ? flags_.run.backend : "remote");
+    w.field("backend", flags_.url.empty() ? flags_.engine.run.backend : "remote");
     w.field("shape",
             fmt::format("concurrency {} prompt {} output {} shared {} prefixes {}",
                         clients_,
@@ -286,7 +372,12 @@ class Level {
     number(w, whole, 1);
     w.field("bytes", bytes_).key("flops").null();
     w.field("gbps", static_cast<double>(bytes_) / seconds_ / 1e9).key("tflops").null();
-    w.key("ceiling").null().key("fraction").null();
+    const double rate = static_cast<double>(output_tokens_) / seconds_;
+    if (ceiling) {
+      w.field("ceiling", *ceiling).field("fraction", rate / *ceiling);
+    } else {
+      w.key("ceiling").null().key("fraction").null();
+    }
     w.field("concurrency", clients_).field("prompt", flags_.prompt);
     w.field("output", flags_.output).field("shared", flags_.shared);
     w.field("prefixes", flags_.prefixes).field("seconds", seconds_);
@@ -295,7 +386,7 @@ class Level {
     w.field("checked_alone", checked_);
     w.field("requests_per_s", static_cast<double>(complete_) / seconds_);
     w.field("prompt_tokens_per_s", static_cast<double>(prompt_tokens_) / seconds_);
-    w.field("output_tokens_per_s", static_cast<double>(output_tokens_) / seconds_);
+    w.field("output_tokens_per_s", rate);
     w.field("cached_share",
             prompt_tokens_ > 0
                 ? static_cast<double>(cached_tokens_) / static_cast<double>(prompt_tokens_)
@@ -332,13 +423,13 @@ class Level {
   }
 
   std::optional<LoadRequest> next(int64_t client) {
-    const bool over =
-        flags_.seconds > 0 ? now_seconds() - begin_ >= flags_.seconds : issued_ >= distinct_;
+    const bool over = flags_.seconds > 0 ? now_seconds() - begin_ >= flags_.seconds
+                                         : issued_ >= questions_.distinct();
     if (over) {
       return std::nullopt;
     }
     Asked& asked = asked_[static_cast<size_t>(client)];
-    asked.number = issued_ % distinct_;
+    asked.number = issued_ % questions_.distinct();
     asked.question = questions_(asked.number);
     const auto draw = [&](uint64_t nth) {
       return chance_.uniform(4 * static_cast<uint64_t>(issued_) + nth);
@@ -421,7 +512,6 @@ class Level {
   const ServeBenchFlags& flags_;
   const LoadTarget& target_;
   const int64_t clients_;
-  const int64_t distinct_;
   Questions questions_;
   Philox chance_;  // who hangs up and who streams
   std::vector<Asked> asked_;
@@ -531,6 +621,11 @@ class Sampler {
 
 Status bench_serve(const ServeBenchFlags& flags) {
   raise_file_limit();
+  // A soak and a server elsewhere have no engine to be compared with.
+  std::vector<double> ceilings;
+  if (flags.url.empty() && flags.seconds == 0) {
+    CACHALOT_TRY(ceilings, engine_rates(flags));
+  }
   std::optional<ServerProcess> process;
   if (flags.url.empty()) {
     CACHALOT_TRY(ServerProcess started, ServerProcess::start(flags.serve));
@@ -549,8 +644,8 @@ Status bench_serve(const ServeBenchFlags& flags) {
   Status verdict;
   {
     const Sampler sampler(target, process ? &*process : nullptr, flags.sample);
-    for (const int64_t clients : flags.concurrency) {
-      Level level(flags, target, clients);
+    for (size_t i = 0; i < flags.concurrency.size(); ++i) {
+      Level level(flags, target, flags.concurrency[i]);
       level.run();
       std::optional<ServerProcess::Footprint> footprint;
       if (process) {
@@ -563,7 +658,7 @@ Status bench_serve(const ServeBenchFlags& flags) {
         }
         CACHALOT_TRY(footprint, process->footprint());
       }
-      level.print(footprint);
+      level.print(ceilings.empty() ? std::nullopt : std::optional(ceilings[i]), footprint);
       if (verdict.ok()) {
         verdict = level.verdict();
       }
@@ -594,9 +689,9 @@ void add_bench_serve(CLI::App& bench, Action& action) {
   auto flags = std::make_shared<ServeBenchFlags>();
   CLI::App* command =
       bench.add_subcommand("serve", "Many clients of a server at once; every stream is checked");
-  flags->run.add_to(*command);
+  flags->engine.add_to(*command);
   const CLI::App* as_const = command;
-  const std::vector<const CLI::Option*> run_options = as_const->get_options(
+  const std::vector<const CLI::Option*> engine_options = as_const->get_options(
       [](const CLI::Option* option) { return option->get_name() != "--help"; });
   const CLI::Range share(0.0, 1.0);
   const CLI::Range tokens(int64_t{1}, int64_t{1} << 24);
@@ -645,8 +740,8 @@ void add_bench_serve(CLI::App& bench, Action& action) {
   command->add_option("--seed", flags->seed, "Of prompts and choices")->capture_default_str();
   command->footer("Every other option is one of `cachalot serve`, for a server of our own.");
   command->allow_extras();
-  command->callback([flags, command, run_options, &action] {
-    flags->serve = given(run_options);
+  command->callback([flags, command, engine_options, &action] {
+    flags->serve = given(engine_options);
     const std::vector<std::string> rest = command->remaining();
     flags->serve.insert(flags->serve.end(), rest.begin(), rest.end());
     action = [flags] { return bench_serve(*flags); };

@@ -9,7 +9,7 @@
 #include "base/format.h"
 #include "base/log.h"
 #include "cli/command.h"
-#include "cli/run_flags.h"
+#include "cli/engine_flags.h"
 #include "cli/server_process.h"
 #include "engine/engine.h"
 #include "server/api_error.h"
@@ -20,14 +20,10 @@ namespace cachalot::cli {
 namespace {
 
 struct ServeFlags {
-  RunFlags run;
+  EngineFlags engine;
   server::HttpOptions http;
   server::AppOptions app;
-  engine::EngineOptions engine;
   std::vector<std::string> names;
-  std::string prefix_cache = "on";
-  int64_t window_ttl = 300;
-  double disk_retention_hours = 72;
   double drain_seconds = 30;
 };
 
@@ -101,15 +97,9 @@ Status serve(ServeFlags flags) {
   std::fputs(fmt::format("http://{}:{}\n", flags.http.host, http->port()).c_str(), stdout);
   std::fflush(stdout);
 
-  CACHALOT_TRY(const std::unique_ptr<engine::Runtime> runtime, open_runtime(flags.run));
-  flags.engine.chunk = flags.run.chunk;
-  flags.engine.speculation.length = flags.run.spec_length;
-  flags.engine.state_ttl = std::chrono::seconds(flags.window_ttl);
-  flags.engine.tiers.redis_ttl = static_cast<double>(flags.window_ttl);
-  flags.engine.tiers.disk_retention = flags.disk_retention_hours * 3600;
-  flags.engine.prefix_cache = flags.prefix_cache == "on";
+  CACHALOT_TRY(const std::unique_ptr<engine::Runtime> runtime, open_runtime(flags.engine.run));
   CACHALOT_TRY(const std::unique_ptr<engine::Engine> engine,
-               engine::Engine::start(*runtime, flags.engine));
+               engine::Engine::start(*runtime, flags.engine.options()));
   const server::ServedModel model = served_model(flags, *runtime, *engine);
   app.serve(*engine, model);
   log_info("serving {} with a context of {} tokens", model.name, model.context);
@@ -129,7 +119,7 @@ Status serve(ServeFlags flags) {
 void add_serve(CLI::App& app, Action& action) {
   auto flags = std::make_shared<ServeFlags>();
   CLI::App* command = app.add_subcommand("serve", "The HTTP server and its web page");
-  flags->run.add_to(*command);
+  flags->engine.add_to(*command);
   command->add_option("--host", flags->http.host, "Address to listen on")->capture_default_str();
   command->add_option("--port", flags->http.port, "Port; 0: any free one")->capture_default_str();
   command->add_option("--model-name",
@@ -144,57 +134,11 @@ void add_serve(CLI::App& app, Action& action) {
       ->capture_default_str();
   command->add_option("--max-connections", flags->http.max_connections)->capture_default_str();
   command
-      ->add_option("--max-context",
-                   flags->engine.max_context,
-                   "Tokens of a request's prompt and output; 0: the model's")
-      ->capture_default_str();
-  command->add_option("--max-running", flags->engine.max_running, "Requests in a batch")
-      ->check(CLI::Range(int64_t{1}, int64_t{1} << 20))
-      ->capture_default_str();
-  command
-      ->add_option(
-          "--max-waiting", flags->engine.max_waiting, "Requests in the queue; more get 429")
-      ->check(CLI::Range(int64_t{0}, int64_t{1} << 20))
-      ->capture_default_str();
-  command->add_option("--page", flags->run.page_tokens, "Cache page in tokens; 0: 128, 16 for t1")
-      ->check(CLI::Range(int64_t{0}, int64_t{1} << 20))
-      ->capture_default_str();
-  command
-      ->add_option("--pool",
-                   flags->run.max_cached_tokens,
-                   "Tokens that the global cache holds; 0: bounded by memory alone")
-      ->check(CLI::Range(int64_t{0}, int64_t{1} << 40))
-      ->capture_default_str();
-  command
-      ->add_option("--window-pool",
-                   flags->engine.cached_states,
-                   "Window states kept for the prefixes of later requests")
-      ->check(CLI::Range(int64_t{0}, int64_t{1} << 20))
-      ->capture_default_str();
-  command
-      ->add_option("--window-ttl", flags->window_ttl, "Seconds since its last use that one is kept")
-      ->check(CLI::Range(int64_t{1}, int64_t{1} << 30))
-      ->capture_default_str();
-  command->add_option("--prefix-cache", flags->prefix_cache, "Reuse what earlier prompts computed")
-      ->check(CLI::IsMember({"on", "off"}))
-      ->capture_default_str();
-  kvcache::TierOptions& tiers = flags->engine.tiers;
-  const CLI::Range any_bytes(int64_t{0}, int64_t{1} << 50);
-  command->add_option("--host-pool", tiers.host_bytes, "Bytes of main memory for evicted prefixes")
-      ->check(any_bytes)
-      ->capture_default_str();
-  command->add_option("--disk", tiers.disk, "Directory in which prefixes outlive the server");
-  command->add_option("--disk-bytes", tiers.disk_bytes, "Bytes of prefixes on disk")
-      ->check(any_bytes)
-      ->capture_default_str();
-  command
-      ->add_option("--disk-retention",
-                   flags->disk_retention_hours,
-                   "Hours since its last use that a prefix stays on disk")
+      ->add_option("--request-timeout",
+                   flags->app.request_timeout,
+                   "Seconds that a request may take; 0: as long as it needs")
       ->check(CLI::Range(0.0, 1e6))
       ->capture_default_str();
-  command->add_option(
-      "--redis", tiers.redis, "Share prefixes with other servers: redis://HOST[:PORT]");
   command
       ->add_option(
           "--drain-timeout", flags->drain_seconds, "Seconds for requests in progress after SIGTERM")

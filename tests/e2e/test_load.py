@@ -20,29 +20,36 @@ def test_a_thousand_streams(cachalot, checkpoint):
     assert line["complete"] == 1000 and line["checked_alone"] == 50
     assert line["refused"] == line["errors"] == line["wrong"] == 0
     assert line["first_token_s"]["p50"] <= line["first_token_s"]["p99"] <= line["max_s"]
+    # What the engine alone made of the same requests just before.
+    assert line["fraction"] == pytest.approx(line["output_tokens_per_s"] / line["ceiling"])
+    assert 0 < line["fraction"]
 
 
-def test_soak(cachalot, checkpoint):
-    """Hang-ups, whole answers, shared prefixes, eviction and preemption for half a minute. At its end
-    the command itself checks that no page is held."""
+def test_soak(cachalot, checkpoint, tmp_path):
+    """Hang-ups, whole answers, shared prefixes, drafts, and eviction from pools, main memory and disk for
+    half a minute. At its end the command itself checks that no page is held."""
     lines = load(
         cachalot, "-m", checkpoint(), "--threads", 1, "--seconds", 20, "--concurrency", 24, "--requests", 200,
         "--vary", "--prompt", 80, "--output", 24, "--shared", 0.7, "--prefixes", 12, "--whole", 0.25,
         "--hang-up", 0.3, "--check", 20, "--sample", 0.5, "--max-running", 12, "--pool", 1200,
-        "--window-pool", 24,
+        "--window-pool", 24, "--spec", "dspark", "--spec-length", 2, "--host-pool", 100_000, "--disk", tmp_path / "disk",
+        "--disk-bytes", 400_000,
     )
     states = [line for line in lines if line["name"] == "serve state"]
     line, = (line for line in lines if line["name"] == "serve")
     assert line["complete"] >= 20 and line["hung_up"] >= 5 and line["checked_alone"] > 0
     assert line["refused"] == line["errors"] == line["wrong"] == 0
     assert 0 < line["cached_share"] < 1
-    assert states[-1]["stats"]["evictions"] > 0
+    assert states[-1]["stats"]["evictions"] > 0 and states[-1]["stats"]["draft_tokens"] > 0
+    for tier, most in zip(states[-1]["stats"]["tiers"], (100_000, 400_000), strict=True):
+        assert tier["hits"] > 0 and tier["faults"] == 0 and most / 2 < tier["bytes"] <= most, tier
     # Idle again: the descriptors of the idle server, but for one connection of the last question.
     assert line["descriptors"] <= states[0]["descriptors"] + 1
     # A pool that is full takes no more memory. The allocator keeps pieces of what streams and prompts
-    # took at their peak: 24 clients of far less than 64 KiB each.
+    # took at their peak: 24 clients of far less than 64 KiB each. The disk gathers objects in two pieces of
+    # 1 MiB for each of its two families.
     half = [state["resident_bytes"] for state in states[len(states) // 2 :]]
-    assert half[-1] - half[0] < 24 * (64 << 10)
+    assert half[-1] - half[0] < 24 * (64 << 10) + (4 << 20)
 
 
 # What a server might do to the events of a stream.
@@ -127,6 +134,6 @@ def test_faults_of_streams_are_found(cachalot, faulty, fault):
     line, = load(cachalot, "--url", url, "--concurrency", 3, "--requests", 12, "--prompt", 5, "--output", 6,
                  "--check", 12, status=0 if fault == "nothing" else 1)
     assert line["wrong"] == (fault != "nothing"), cachalot.errors
-    assert line["errors"] == 0
+    assert line["errors"] == 0 and line["ceiling"] is None
     if fault != "nothing":
         assert "request " in cachalot.errors
