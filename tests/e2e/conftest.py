@@ -56,11 +56,11 @@ def checkpoint(cachalot, tmp_path_factory):
 
 
 class Server:
-    """A running `cachalot serve` on a free port."""
+    """A running `cachalot serve` on a free port, started by the command `within` if there is one."""
 
-    def __init__(self, cachalot, directory, *flags):
+    def __init__(self, cachalot, directory, *flags, within=()):
         self.process = subprocess.Popen(
-            [cachalot.path, "serve", "-m", str(directory), "--port", "0", "--threads", "1", *map(str, flags)],
+            [*within, cachalot.path, "serve", "-m", str(directory), "--port", "0", "--threads", "1", *map(str, flags)],
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )
         self.url = self.process.stdout.readline().strip()

@@ -301,6 +301,58 @@ def test_keys_limits_and_drain(cachalot, checkpoint):
     assert server.process.wait(60) == 0
 
 
+def test_deadlines(cachalot, checkpoint):
+    server = Server(cachalot, checkpoint(), "--request-timeout", 60, "--max-running", 1)
+    long = {"prompt": tokens(4), "max_tokens": 16000, "ignore_eos": True}
+    answer = server.post("/v1/completions", long | {"timeout": 0.3}, allow=(504,))
+    assert answer["error"]["code"] == "deadline_exceeded"
+    # In a stream it is the last event; one that waits in the queue has a deadline, too.
+    waiting = []
+    thread = threading.Thread(
+        target=lambda: waiting.append(server.post("/v1/completions", long | {"timeout": 0.3}, allow=(504,)))
+    )
+    with pytest.raises(openai.APIError) as caught:
+        for chunk in server.openai.completions.create(model="model", **long_fields(long, 1.5), stream=True):
+            if not thread.ident:
+                thread.start()
+    assert "out of time" in str(caught.value)
+    thread.join()
+    assert waiting[0]["error"]["code"] == "deadline_exceeded"
+    assert server.metric("cachalot_running") + server.metric("cachalot_waiting") == 0
+    assert server.metric("cachalot_failed_total") == 3
+    assert server.metric('cachalot_cache_pages_in_use{pool="main"}') == 0
+    server.stop()
+
+
+def long_fields(body, timeout):
+    known = {key: body[key] for key in ("prompt", "max_tokens")}
+    return known | {"extra_body": {"ignore_eos": body["ignore_eos"], "timeout": timeout}}
+
+
+@pytest.mark.parametrize("spec", ["off", "dspark"])
+def test_a32_urgent_requests_run_first_and_change_nothing(cachalot, checkpoint, spec):
+    """A request that is preempted again and again, between drafts too, says what it says alone."""
+    server = Server(cachalot, checkpoint(), "--max-running", 1, "--spec", spec, "--spec-length", 3 if spec != "off" else 0)
+    body = {"prompt": tokens(20), "max_tokens": 400, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    alone = server.post("/v1/completions", body)["choices"][0]["token_ids"]
+    results = []
+    thread = threading.Thread(
+        target=lambda: results.append(server.post("/v1/completions", body | {"priority": -1})["choices"][0]["token_ids"])
+    )
+    thread.start()
+    wait_until(lambda: server.metric("cachalot_running") == 1)
+    urgent = 0
+    while thread.is_alive() and urgent < 20:
+        server.post("/v1/completions", {"prompt": tokens(9, 2 + urgent), "max_tokens": 2, "ignore_eos": True})
+        urgent += 1
+    thread.join()
+    assert results == [alone]
+    assert server.metric("cachalot_preemptions_total") > 1
+    if spec != "off":
+        assert server.metric("cachalot_draft_tokens_total") > 100
+    server.stop()
+
+
 def test_prefixes_survive_a_restart(cachalot, checkpoint, tmp_path):
     body = {"prompt": [0, *tokens(100, 4)], "max_tokens": 6, "temperature": 0, "ignore_eos": True,
             "return_token_ids": True}
