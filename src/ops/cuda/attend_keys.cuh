@@ -11,12 +11,11 @@
 namespace cachalot::ops::cuda::attention {
 
 constexpr int kDim = 512;
-constexpr int64_t kMultiprocessors = 132;  // of an H200
-constexpr int kHeads = 64;                 // rows of a product
-constexpr int kGroup = 128;                // threads of a warpgroup
-constexpr int kOthers = 3 * kGroup;        // threads of scores and of two groups of values
-constexpr int kTile = kKeyBlock * 128;     // bytes of 64 rows of 64 BF16
-constexpr int kTiles = kDim / 64;          // of a row
+constexpr int kHeads = 64;              // rows of a product
+constexpr int kGroup = 128;             // threads of a warpgroup
+constexpr int kOthers = 3 * kGroup;     // threads of scores and of two groups of values
+constexpr int kTile = kKeyBlock * 128;  // bytes of 64 rows of 64 BF16
+constexpr int kTiles = kDim / 64;       // of a row
 constexpr float kLog2e = 1.4426950408889634f;
 constexpr float kCacheScale = 128.0f;  // both row kinds unpack to 2^-7 of their value
 static_assert(kKeyBlock == 64 && kHeads == 64);

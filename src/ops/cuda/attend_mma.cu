@@ -614,7 +614,7 @@ Status attend_mma(OpContext& ctx, const AttendArgs& args) {
   const int64_t items = a.tokens * ceil_div(a.heads, attention::kHeads);
   return items <= 24   ? attention::run<4>(ctx, a, items)
          : items <= 64 ? attention::run<2>(ctx, a, items)
-                       : attention::run<1>(ctx, a, std::min(items, attention::kMultiprocessors));
+                       : attention::run<1>(ctx, a, std::min(items, kMultiprocessors));
 }
 
 }  // namespace cachalot::ops::cuda

@@ -50,7 +50,7 @@ constexpr int kStages = 3, kDeepStages = 5;
 // Blocks of a multiprocessor: as many as registers and rings allow.
 template <int kTiles, int kRingStages>
 constexpr int kBlocks = kTiles == 1 && kRingStages == kStages ? 6 : 4;
-constexpr int64_t kDeepBlocks = 4 * 132;
+constexpr int64_t kDeepBlocks = 4 * kMultiprocessors;
 
 // Input row of token n, for the first (x) or the second (hidden) product; null past the last token.
 __device__ __forceinline__ const uint16_t* expert_input(const ExpertProblem& p,

@@ -18,7 +18,7 @@
 // Shared (kernel 1): 3 stages of 25.5 KiB, 12 KiB of partial sums. Bytes: (2 M + 2) D elements per
 // token, plus 2 D for the second pass over u, 4 KB of partial sums; fn (2 MB) once per block. Bound
 // by bytes and issue slots from about 64 tokens on, by latency below. Measured on an H200: 7.6 us
-// for one token; 480 for 8192, of which kernel 1 takes 410 at half of the memory bandwidth.
+// for one token, 480 for 8192.
 #include "ops/cuda/device/reduce.cuh"
 #include "ops/cuda/device/rows.cuh"
 #include "ops/cuda/device/weights.cuh"
@@ -39,8 +39,8 @@ constexpr int kThreads = kWarps * 32;
 constexpr int kPieces = kColumns / 8;        // of 8 columns; a thread has one of one token
 constexpr int kRowElements = kColumns + 32;  // of a token in shared memory: no bank conflicts
 constexpr int kStages = 3;
-constexpr int64_t kMostBlocks = 2 * 132;  // two per multiprocessor
-constexpr int kRowPieces = 4;             // of 8 columns of u that a thread of kernel 2 holds
+constexpr int64_t kMostBlocks = 2 * kMultiprocessors;
+constexpr int kRowPieces = 4;  // of 8 columns of u that a thread of kernel 2 holds
 constexpr int64_t kMostColumns = kRowPieces * kThreads * 8;
 static_assert(kTokens * kPieces == kThreads);
 

@@ -49,11 +49,9 @@ constexpr int kRun = 4;  // slots whose rows are copied at once, at least
 constexpr int kKeyBytes = 68;
 constexpr int kTileBytes = kTileSlots * kKeyBytes;
 constexpr int kCandidateBlock = 8;  // entries
-constexpr int kMultiprocessors = 132;
-constexpr int kWarpgroups = 4;   // of a block
-constexpr int kMostTiles = 256;  // of a block; counts have 16 bits
-constexpr int kShifts = 20;      // binades from which on a block's codes vanish beside the largest
-constexpr int kHeadroom = 6;     // 6 * 2^6 is below E4M3's 448
+constexpr int kMostTiles = 256;     // of a block; counts have 16 bits
+constexpr int kShifts = 20;   // binades from which on a block's codes vanish beside the largest
+constexpr int kHeadroom = 6;  // 6 * 2^6 is below E4M3's 448
 // Of both operands, and of relu(x) = (x + |x|) / 2.
 constexpr float kLate = 0x1.0p-13f;
 
@@ -621,7 +619,7 @@ Status run(const OpContext& ctx, const IndexSplit& s) {
   const int64_t groups = ceil_div(s.tokens, s.group), tiles = ceil_div(s.entries.bound, kTileSlots);
   // Spans of equal length that fill the device a whole number of times, in the fewest steps; a
   // block costs about as much as kBlockTiles tiles by itself.
-  constexpr int64_t kAtOnce = int64_t{kMultiprocessors} * Memory::kBlocks, kBlockTiles = 8;
+  constexpr int64_t kAtOnce = kMultiprocessors * Memory::kBlocks, kBlockTiles = 8;
   int64_t span = 0, steps = std::numeric_limits<int64_t>::max();
   for (int64_t rounds = 1, tried = 0; tried < 8; ++rounds) {
     const int64_t spans = std::clamp<int64_t>(rounds * kAtOnce / groups, 1, tiles);

@@ -18,6 +18,7 @@ namespace cachalot::ops::cuda {
 
 constexpr int64_t kDefaultShared = 48 << 10;
 constexpr int64_t kSharedCapacity = 232448;  // of one SM90 block, after opting in
+constexpr int64_t kMultiprocessors = 132;    // of an H100 or H200: sizes grids, decides no result
 
 inline int64_t ceil_div(int64_t a, int64_t b) {
   return (a + b - 1) / b;

@@ -28,15 +28,32 @@
 namespace cachalot::ops::cuda {
 namespace {
 
-constexpr int kFewWarps = 4;     // of a block whose warps have a tile each
-constexpr int kMaxSharing = 20;  // warps that share a tile
+constexpr int kFewWarps = 4;           // of a block whose warps have a tile each
+constexpr int kMaxSharing = 20;        // warps that share a tile
+constexpr int kMaxSharingTokens = 10;  // with several token tiles, which fill the device themselves
 constexpr int kMostWarps = 16 * kMultiprocessors;
 // linear_many() reads weights once for all tokens, few_kernel once for 8, but from many more warps:
 // up to this many tokens, few blocks of linear_many() are too few.
 constexpr int64_t kFewBlocks = 20;
 constexpr int64_t kFewBlocksTokens = 256;
 constexpr int kStages = 4;
-constexpr int kRawAhead = 4;  // chunks of raw input under way together
+constexpr int kTokenPad = 20;  // floats per token in shared memory: 16 rows without bank conflicts
+constexpr int kRawAhead = 4;   // chunks of raw input under way together
+
+// A tile's sums go to shared memory as [token][kTokenPad], so that a token's 16 rows are written
+// together.
+__device__ __forceinline__ void store_sums(float* to,
+                                           int tokens,
+                                           const float (&sum)[4],
+                                           const Lane& lane) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const int n = 2 * lane.t + i % 2;
+    if (n < tokens) {
+      to[n * kTokenPad + lane.g + 8 * (i / 2)] = sum[i];
+    }
+  }
+}
 
 // Floats of few_kernel's sums, and columns of one token that a warp of it needs.
 __host__ __device__ constexpr int64_t sums_floats(int sharing, int chunks, int tokens) {
@@ -139,10 +156,11 @@ __global__ void __launch_bounds__(kMaxSharing * 32, 1)
   }
 }
 
-// Warps per tile: as many as keep the device full of them, an equal number of chunks each.
-int tile_sharing(int tiles, int chunks) {
+// Warps per tile: as many as keep the device full of them, at most `most`, an equal number of
+// chunks each.
+int tile_sharing(int tiles, int chunks, int most) {
   int sharing = 1;
-  for (int n = 2; n <= std::min(chunks, kMaxSharing); ++n) {
+  for (int n = 2; n <= std::min(chunks, most); ++n) {
     if (chunks % n == 0 && tiles * n <= kMostWarps) {
       sharing = n;
     }
@@ -153,7 +171,8 @@ int tile_sharing(int tiles, int chunks) {
 // Warps per tile of a problem. Chunk sums of a shared tile must fit into shared memory.
 int sharing_of(const LinearProblem& p) {
   const int chunks = static_cast<int>(p.in / kChunk);
-  return chunks <= 64 ? tile_sharing(p.tiles, chunks) : 1;
+  const int most = p.tokens <= kTokenTile ? kMaxSharing : kMaxSharingTokens;
+  return chunks <= 64 ? tile_sharing(p.tiles, chunks, most) : 1;
 }
 
 int few_warps(int sharing) {

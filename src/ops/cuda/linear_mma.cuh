@@ -8,7 +8,6 @@
 namespace cachalot::ops::cuda {
 
 constexpr int kMaxTargets = 4;  // of a launch
-constexpr int kTokenPad = 20;   // floats per token in shared memory: 16 rows without bank conflicts
 
 struct LinearPart {
   const uint8_t* values;
@@ -55,21 +54,6 @@ __device__ __forceinline__ void store_y(const LinearPart& to,
       static_cast<Bf16*>(to.y)[token * to.out + row] = from_float<Bf16>(value);
     } else {
       static_cast<float*>(to.y)[token * to.out + row] = value;
-    }
-  }
-}
-
-// A tile's sums go to shared memory as [token][kTokenPad], so that a token's 16 rows are written
-// together.
-__device__ __forceinline__ void store_sums(float* to,
-                                           int tokens,
-                                           const float (&sum)[4],
-                                           const Lane& lane) {
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const int n = 2 * lane.t + i % 2;
-    if (n < tokens) {
-      to[n * kTokenPad + lane.g + 8 * (i / 2)] = sum[i];
     }
   }
 }

@@ -20,7 +20,6 @@
 namespace cachalot::ops::cuda {
 
 constexpr int kGemmWarps = 8;
-constexpr int kMultiprocessors = 132;
 
 // Input rows of a tile as wgmma reads them, their "image": chunk after chunk, four blocks of 64
 // columns in wide order (wide_place()), each [rows][64] with the pieces of eight swizzled. Where an
