@@ -15,6 +15,11 @@ import pytest
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
+# A machine with a GPU proves that backend with CACHALOT_BACKENDS=cuda.
+BACKENDS = os.environ.get("CACHALOT_BACKENDS", "ref,cpu").split(",")
+# How the server runs, and the command line that its answers are compared with.
+ENGINE = ("--threads", "1", "--backend", BACKENDS[-1])
+
 
 class Binary:
     """Runs build/cachalot (or $CACHALOT_BINARY)."""
@@ -60,7 +65,7 @@ class Server:
 
     def __init__(self, cachalot, directory, *flags, within=()):
         self.process = subprocess.Popen(
-            [*within, cachalot.path, "serve", "-m", str(directory), "--port", "0", "--threads", "1", *map(str, flags)],
+            [*within, cachalot.path, "serve", "-m", str(directory), "--port", "0", *ENGINE, *map(str, flags)],
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )
         self.url = self.process.stdout.readline().strip()

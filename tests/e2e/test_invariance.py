@@ -4,8 +4,8 @@ a position was prefilled or decoded."""
 import numpy as np
 import pytest
 
-from conftest import read_lines, write_lines
-from test_parity import BACKENDS, CONFIGS, edge_lengths, score, tokens_of
+from conftest import BACKENDS, read_lines, write_lines
+from test_parity import CONFIGS, edge_lengths, score, tokens_of
 from tests.oracle.checkpoint import Checkpoint
 
 # Lists of ids are padded to the widest row of a step, so their width may differ between chunkings.

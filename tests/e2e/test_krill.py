@@ -5,7 +5,7 @@ import subprocess
 
 import pytest
 
-from conftest import ROOT, Server, read_lines, write_lines
+from conftest import ENGINE, ROOT, Server, read_lines, write_lines
 
 KRILL = ROOT / "models" / "krill"
 LM_EVAL = ROOT / ".venv-tools" / "bin" / "python"  # requirements-tools.txt
@@ -23,7 +23,7 @@ def test_completions_equal_the_command_line(krill, cachalot, tmp_path):
     # The server puts a BOS before text.
     prompts = [[0, *krill.post("/tokenize", {"text": text})["token_ids"]] for text in TEXTS]
     lines = write_lines(tmp_path / "p.jsonl", [{"tokens": prompt} for prompt in prompts])
-    text = cachalot("run", "-m", KRILL, "--input", lines, "--output", "-", "-n", 48, "--temperature", 0, "--threads", 1)
+    text = cachalot("run", "-m", KRILL, "--input", lines, "--output", "-", "-n", 48, "--temperature", 0, *ENGINE)
     for prompt, expected in zip(TEXTS, read_lines(text), strict=True):
         for _ in range(2):  # cold, and from the cache
             choice = krill.openai.completions.create(
@@ -38,7 +38,7 @@ def test_chat_equals_the_command_line_in_every_dialect(krill, cachalot, tmp_path
     messages = [{"role": "user", "content": "What is 17 + 25?"}]
     (tmp_path / "chat.json").write_text(json.dumps({"messages": messages}))
     expected = json.loads(cachalot(
-        "run", "-m", KRILL, "--chat", tmp_path / "chat.json", "-n", 96, "--temperature", 0, "--threads", 1, "--json"
+        "run", "-m", KRILL, "--chat", tmp_path / "chat.json", "-n", 96, "--temperature", 0, *ENGINE, "--json"
     ))
     body = dict(model="krill", messages=messages, max_tokens=96, temperature=0)
     whole = krill.openai.chat.completions.create(**body, extra_body={"return_token_ids": True}).choices[0]

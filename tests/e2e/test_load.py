@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from conftest import read_lines
+from conftest import ENGINE, read_lines
 
 
 def load(cachalot, *flags, status=0):
@@ -15,7 +15,7 @@ def load(cachalot, *flags, status=0):
 
 
 def test_a_thousand_streams(cachalot, checkpoint):
-    line, = load(cachalot, "-m", checkpoint(), "--threads", 1, "--concurrency", 1000, "--requests", 1000,
+    line, = load(cachalot, "-m", checkpoint(), *ENGINE, "--concurrency", 1000, "--requests", 1000,
                  "--prompt", 3, "--output", 6, "--check", 50)
     assert line["complete"] == 1000 and line["checked_alone"] == 50
     assert line["refused"] == line["errors"] == line["wrong"] == 0
@@ -29,7 +29,7 @@ def test_soak(cachalot, checkpoint, tmp_path):
     """Hang-ups, whole answers, shared prefixes, drafts, and eviction from pools, main memory and disk for
     half a minute. At its end the command itself checks that no page is held."""
     lines = load(
-        cachalot, "-m", checkpoint(), "--threads", 1, "--seconds", 20, "--concurrency", 24, "--requests", 200,
+        cachalot, "-m", checkpoint(), *ENGINE, "--seconds", 20, "--concurrency", 24, "--requests", 200,
         "--vary", "--prompt", 80, "--output", 24, "--shared", 0.7, "--prefixes", 12, "--whole", 0.25,
         "--hang-up", 0.3, "--check", 20, "--sample", 0.5, "--max-running", 12, "--pool", 1200,
         "--window-pool", 24, "--spec", "dspark", "--spec-length", 2, "--host-pool", 100_000, "--disk", tmp_path / "disk",

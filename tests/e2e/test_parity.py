@@ -4,17 +4,12 @@ Every dump of the engine is fed to the oracle, which recomputes each tensor from
 inputs (see tests/oracle/compare.py for the rules).
 """
 
-import os
-
 import numpy as np
 import pytest
 
-from conftest import read_lines, write_lines
+from conftest import BACKENDS, read_lines, write_lines
 from tests.oracle import compare, drafter, model
 from tests.oracle.checkpoint import Checkpoint, read_dump
-
-# A machine with a GPU proves that backend with CACHALOT_BACKENDS=cuda.
-BACKENDS = os.environ.get("CACHALOT_BACKENDS", "ref,cpu").split(",")
 
 # t1 and four configs that move every threshold: windows, ratios, top-k, candidate blocks, the number
 # of sources, Engram layers.

@@ -10,7 +10,7 @@ import anthropic
 import openai
 import pytest
 
-from conftest import Server, read_lines, wait_until, write_lines
+from conftest import ENGINE, Server, read_lines, wait_until, write_lines
 
 
 def tokens(count, seed=1):
@@ -30,7 +30,7 @@ def test_models_and_state(server):
 def test_a_completion_equals_the_command_line(server, cachalot, checkpoint, tmp_path):
     prompt = [0, *tokens(20)]
     lines = write_lines(tmp_path / "p.jsonl", [{"tokens": prompt}])
-    flags = ("-n", 8, "--ignore-eos", "--seed", 5, "--temperature", 0.8, "--top-p", 0.9, "--threads", 1)
+    flags = ("-n", 8, "--ignore-eos", "--seed", 5, "--temperature", 0.8, "--top-p", 0.9, *ENGINE)
     text = cachalot("run", "-m", checkpoint(), "--input", lines, "--output", "-", *flags)
     expected = read_lines(text)[0]
     answer = server.openai.completions.create(
@@ -48,7 +48,7 @@ def test_a_completion_equals_the_command_line(server, cachalot, checkpoint, tmp_
 def test_echo_scores_as_the_command_line(server, cachalot, checkpoint, tmp_path):
     prompt = [0, *tokens(30, 2)]
     lines = write_lines(tmp_path / "s.jsonl", [{"tokens": prompt}])
-    text = cachalot("score", "-m", checkpoint(), "--input", lines, "--output", "-", "--top", 3, "--threads", 1)
+    text = cachalot("score", "-m", checkpoint(), "--input", lines, "--output", "-", "--top", 3, *ENGINE)
     expected = read_lines(text)[0]
     answer = server.openai.completions.create(
         model="model", prompt=prompt, max_tokens=0, echo=True, logprobs=3

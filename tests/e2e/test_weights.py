@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from conftest import Server, read_lines, write_lines
+from conftest import ENGINE, Server, read_lines, write_lines
 
 _random = random.Random(2)
 PROMPT = [_random.randrange(3, 512) for _ in range(200)]
@@ -19,7 +19,7 @@ def generate(cachalot, directory, tmp_path, count):
     lines = write_lines(tmp_path / "prompt.jsonl", [{"tokens": PROMPT}])
     text = cachalot(
         "run", "-m", directory, "--input", lines, "--output", "-", "-n", count, "--temperature", 0,
-        "--ignore-eos", "--threads", 1,
+        "--ignore-eos", *ENGINE,
     )
     return read_lines(text)[0]["token_ids"]
 
