@@ -15,6 +15,7 @@
 #include <string>
 #include <vector>
 
+#include "base/clock.h"
 #include "base/rng.h"
 #include "ops/ops.h"
 #include "quant/block.h"
@@ -194,12 +195,34 @@ class Bench {
     return times[times.size() / 2] * 1e-3 / calls;
   }
 
+  // Median seconds from the call of run(i) until the stream has ended what it queued.
+  double wall_time(const std::function<Status(int)>& run) {
+    std::vector<double> times;
+    for (int i = 0; i < kReplays + 2; ++i) {
+      const double begin = now_seconds();
+      check(run(i));
+      check(cudaStreamSynchronize(stream_), "call");
+      if (i >= 2) {
+        times.push_back(now_seconds() - begin);
+      }
+    }
+    std::sort(times.begin(), times.end());
+    return times[times.size() / 2];
+  }
+
   void report(const std::string& name,
               const std::string& shape,
               double seconds,
               double bytes,
               double flops) {
-    const double ceiling = std::max(bytes / copy_rate_, flops / mma_rate_);
+    report(name, shape, seconds, bytes, flops, std::max(bytes / copy_rate_, flops / mma_rate_));
+  }
+  void report(const std::string& name,
+              const std::string& shape,
+              double seconds,
+              double bytes,
+              double flops,
+              double ceiling) {
     std::printf(
         "{\"name\": \"%s\", \"shape\": \"%s\", \"median_s\": %.4g, \"bytes\": %.6g, \"flops\": "
         "%.6g, "

@@ -18,6 +18,7 @@
 
 #include "base/rng.h"
 #include "bench/cuda_bench.cuh"
+#include "ops/host_rows.h"
 #include "ops/ops.h"
 #include "quant/block.h"
 
@@ -188,7 +189,7 @@ void bench_experts(Bench& bench) {
   const double one = 3 * static_cast<double>(f * d) * (0.5 + 1.0 / 32);
   const Philox random(7);
   uint64_t draw = 0;
-  for (const int64_t t : {1, 2, 8, 16, 64, 128, 512, 4096}) {
+  for (const int64_t t : {1, 2, 8, 16, 64, 128, 512, 4096, 8192}) {
     for (const bool with_shared : {true, false}) {
       if (!with_shared && t != 1 && t != 64) {
         continue;
@@ -297,9 +298,9 @@ void bench_attend(Bench& bench) {
   for (const bool with_main : {true, false}) {
     const std::string name = with_main ? "attend" : "attend.window_only";
     for (const Case& c :
-         {Case{1, 1}, {6, 1}, {16, 1}, {32, 1}, {64, 1}, {128, 1}, {256, 1}, {1, 4096}}) {
-      const std::string shape =
-          c.rows > 1 ? "1x" + std::to_string(c.rows) : "batch=" + std::to_string(c.batch);
+         {Case{1, 1}, {6, 1}, {16, 1}, {32, 1}, {64, 1}, {128, 1}, {256, 1}, {64, 6}, {1, 4096}}) {
+      const std::string shape = c.rows > 1 ? std::to_string(c.batch) + "x" + std::to_string(c.rows)
+                                           : "batch=" + std::to_string(c.batch);
       if (!bench.wanted(name + " " + shape)) {
         continue;
       }
@@ -309,7 +310,7 @@ void bench_attend(Bench& bench) {
       const Decode decode(bench, c.batch, context, 288, Fill::kMainRow, c.rows);
       const Philox random(11);
       uint64_t draw = 0;
-      const int sets = c.rows > 1 ? 1 : 4;
+      const int sets = t > 1024 ? 1 : 4;
       std::vector<ops::AttendArgs> args(static_cast<size_t>(sets));
       for (ops::AttendArgs& a : args) {
         std::vector<int32_t> selected;
@@ -340,7 +341,7 @@ void bench_attend(Bench& bench) {
         a.sink = bench.tensor(DType::kF32, {h});
         a.o = bench.tensor(DType::kBF16, {t, h * k});
       }
-      const double seconds = bench.time(c.rows > 1 ? 4 : 20, [&](int i) {
+      const double seconds = bench.time(t > 1024 ? 4 : 20, [&](int i) {
         return ops::attend(bench.ctx(), args[static_cast<size_t>(i % sets)]);
       });
       const double keys = with_main ? 640 : 128;
@@ -504,6 +505,51 @@ void bench_streams(Bench& bench) {
   }
 }
 
+// Rows of an Engram table in host memory: from the call until they are on the device, which is at
+// no other work. Their ceiling is the rate at which pinned memory is copied.
+void bench_host_rows(Bench& bench) {
+  if (!bench.wanted("host_rows")) {
+    return;
+  }
+  constexpr int64_t kRows = 24'000'000, kWidth = 256, kScales = 8, kColumns = 24;
+  constexpr int64_t kCopied = 256 << 20;
+  const size_t start = bench.mark();
+  auto* const device = static_cast<uint8_t*>(bench.allocate(kCopied));
+  ops::Memory& memory = **ops::cuda_memory();
+  const auto staging = std::move(*memory.staging(kCopied, 1));
+  const double copy = bench.wall_time(
+      [&](int) { return staging->send(device, *staging->next(), kCopied, bench.ctx().stream); });
+  std::vector<uint8_t> values(kRows * kWidth, 0x38), scales(kRows * kScales, 120);
+  ops::Weight table{.values = {values.data(), DType::kF8E4M3, {kRows, kWidth}},
+                    .scales = {scales.data(), DType::kF8E8M0, {kRows, kScales}},
+                    .format = WeightFormat::kFp8Row,
+                    .out = kRows,
+                    .in = kWidth};
+  ThreadPool pool;
+  ops::HostRows sender(memory, &pool);
+  const Philox random(13);
+  uint64_t draw = 0;
+  for (const int64_t t : {1, 64, 8192}) {
+    const int64_t n = t * kColumns;
+    const double bytes = static_cast<double>(n * (kWidth + kScales));
+    ops::Weight rows = table;
+    rows.out = n;
+    rows.values = {device, DType::kF8E4M3, {n, kWidth}, Device::kCuda};
+    rows.scales = {device + n * kWidth, DType::kF8E8M0, {n, kScales}, Device::kCuda};
+    std::vector<std::vector<int32_t>> ids(kReplays + 2);
+    for (std::vector<int32_t>& call : ids) {
+      for (int64_t i = 0; i < n; ++i) {
+        call.push_back(static_cast<int32_t>(random.words(draw++)[0] % kRows));
+      }
+    }
+    const double seconds = bench.wall_time([&](int i) {
+      return sender.send(table, ids[static_cast<size_t>(i)], rows, bench.ctx().stream);
+    });
+    bench.report("host_rows", tokens(t), seconds, bytes, 0, bytes * copy / kCopied);
+  }
+  bench.release(start);
+}
+
 }  // namespace
 
 void run(int argc, char** argv) {
@@ -515,6 +561,7 @@ void run(int argc, char** argv) {
   bench_streams(bench);
   bench_head(bench);
   bench_top_logits(bench);
+  bench_host_rows(bench);
 }
 
 }  // namespace cachalot

@@ -39,6 +39,7 @@ struct Measurement {
   // Bytes or flops per second that the machine reached right before each of `seconds`.
   std::vector<double> ceilings;
   bool bound_by_bytes = true;
+  int64_t launches = 0;  // kernels of a step that is one graph
 };
 
 double median(std::vector<double> values) {
@@ -67,8 +68,11 @@ void print(const Measurement& m) {
       .field("gbps", m.bytes / middle / 1e9)
       .field("tflops", m.flops / middle / 1e12)
       .field("ceiling", median(m.ceilings))
-      .field("fraction", median(fractions))
-      .end_object();
+      .field("fraction", median(fractions));
+  if (m.launches > 0) {
+    w.field("launches", m.launches);
+  }
+  w.end_object();
   std::fputs((w.text() + "\n").c_str(), stdout);
   std::fflush(stdout);
 }
@@ -487,6 +491,7 @@ Status bench_decode(const BenchFlags& flags) {
                                         expert_bytes(model.weights.layers[0].moe.experts[0]));
       CACHALOT_RETURN_IF_ERROR(
           time_step(flags, ceiling, [&] { return run_step(*runner, bench.sequences); }, m));
+      m.launches = runner->launches();
       print(m);
       const Rates rates{median(m.ceilings), flop_rate(*runtime)};
       CACHALOT_RETURN_IF_ERROR(print_budget(*runtime, *runner, bench, rates, m));

@@ -39,6 +39,13 @@ void RunFlags::add_to(CLI::App& app) {
   app.add_option("--precision", precision, "official: BF16 and FP8 activations as trained; f32")
       ->check(CLI::IsMember({"official", "f32"}))
       ->capture_default_str();
+  app.add_option(
+         "--engram-tables",
+         tables,
+         "Of a device: on the device; on the host, which sends the rows of each step; auto: on "
+         "the host if they take over a quarter of the device's memory")
+      ->check(CLI::IsMember({"auto", "device", "host"}))
+      ->capture_default_str();
   app.add_option("--chunk", chunk, "Prefill chunk in tokens")
       ->check(CLI::Range(int64_t{1}, int64_t{1} << 20))
       ->capture_default_str();
@@ -66,6 +73,9 @@ Result<std::unique_ptr<engine::Runtime>> open_runtime(const RunFlags& flags) {
                                         : engine::Mode::kExact;
   options.precision =
       flags.precision == "f32" ? model::Precision::kF32 : model::Precision::kOfficial;
+  options.tables = flags.tables == "device" ? model::TablePlace::kDevice
+                   : flags.tables == "host" ? model::TablePlace::kHost
+                                            : model::TablePlace::kAuto;
   options.page_tokens = flags.page_tokens;
   options.max_cached_tokens = flags.max_cached_tokens;
   options.draft = flags.spec == "dspark";

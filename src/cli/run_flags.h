@@ -16,6 +16,7 @@ struct RunFlags {
   int threads = 0;
   std::string mode = "exact";
   std::string precision = "official";
+  std::string tables = "auto";
   int64_t chunk = 512;
   std::string spec = "off";
   int64_t spec_length = 0;

@@ -101,7 +101,7 @@ Result<std::shared_ptr<const LoadedModel>> LoadedModel::make(model::Checkpoint c
                  read_draft_calibration(directory, config.dspark_block_size));
   }
   if (memory->device() != Device::kCpu) {
-    CACHALOT_TRY(loaded->device_weights_, model::copy_to_device(weights, *memory));
+    CACHALOT_TRY(loaded->device_weights_, model::copy_to_device(weights, *memory, options.tables));
     weights = loaded->device_weights_.weights;
   }
   CACHALOT_TRY(loaded->model_, model::make_model(config, std::move(weights), std::move(classes)));

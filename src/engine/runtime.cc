@@ -107,7 +107,7 @@ Result<std::shared_ptr<const LoadedModel>> Runtime::load(const std::string& dire
 Result<std::unique_ptr<model::StepRunner>> Runtime::make_runner(const LoadedModel& loaded) {
   ops::OpContext context;
   context.backend = options_.backend;
-  context.pool = options_.backend == ops::Backend::kCpu ? threads_.get() : nullptr;
+  context.pool = threads_.get();
   return model::StepRunner::create(loaded.model(), context, options_.precision);
 }
 

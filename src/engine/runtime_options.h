@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "model/device_weights.h"
 #include "model/step.h"
 #include "ops/context.h"
 
@@ -20,6 +21,7 @@ struct RuntimeOptions {
   int threads = 0;  // 0: one per processor
   Mode mode = Mode::kExact;
   model::Precision precision = model::Precision::kOfficial;
+  model::TablePlace tables = model::TablePlace::kAuto;
   bool draft = false;             // load the drafter and keep its context in every cache
   int64_t page_tokens = 0;        // 0: 128, or 16 for models with a window below 64
   int64_t max_cached_tokens = 0;  // 0: bounded by memory alone

@@ -9,7 +9,7 @@ namespace {
 
 constexpr int64_t kAlign = 256;
 
-// Every tensor view of the weights.
+// Every tensor view of the weights but those of the Engram tables.
 std::vector<TensorView*> all_views(ModelWeights& weights) {
   std::vector<TensorView*> views;
   const auto plain = [&](TensorView& view) {
@@ -49,7 +49,6 @@ std::vector<TensorView*> all_views(ModelWeights& weights) {
                            &l.attn.indexer.weights_proj,
                            &l.attn.indexer.wk,
                            &l.moe.gate,
-                           &l.engram.table,
                            &l.engram.wkv}) {
       matrix(*w);
     }
@@ -87,15 +86,41 @@ std::vector<TensorView*> all_views(ModelWeights& weights) {
   return views;
 }
 
+std::vector<TensorView*> table_views(ModelWeights& weights) {
+  std::vector<TensorView*> views;
+  for (LayerWeights& l : weights.layers) {
+    for (TensorView* view : {&l.engram.table.values, &l.engram.table.scales}) {
+      if (!view->empty()) {
+        views.push_back(view);
+      }
+    }
+  }
+  return views;
+}
+
 int64_t aligned(int64_t bytes) {
   return (bytes + kAlign - 1) / kAlign * kAlign;
 }
 
 }  // namespace
 
-Result<DeviceWeights> copy_to_device(const ModelWeights& weights, ops::Memory& memory) {
+Result<DeviceWeights> copy_to_device(const ModelWeights& weights,
+                                     ops::Memory& memory,
+                                     TablePlace tables) {
   DeviceWeights result{.memory = {}, .weights = weights};
-  const std::vector<TensorView*> views = all_views(result.weights);
+  std::vector<TensorView*> views = all_views(result.weights);
+  const std::vector<TensorView*> rows = table_views(result.weights);
+  if (tables == TablePlace::kAuto) {
+    CACHALOT_TRY(const int64_t free, memory.available());
+    int64_t bytes = 0;
+    for (const TensorView* view : rows) {
+      bytes += view->bytes();
+    }
+    tables = bytes > free / 4 ? TablePlace::kHost : TablePlace::kDevice;
+  }
+  if (tables == TablePlace::kDevice) {
+    views.insert(views.end(), rows.begin(), rows.end());
+  }
   int64_t total = 0;
   for (const TensorView* view : views) {
     total += aligned(view->bytes());

@@ -18,48 +18,11 @@ int64_t round_up(int64_t n, int64_t unit) {
 
 }  // namespace
 
-void* StepArrays::add_bytes(const void* values, int64_t bytes, int64_t room) {
-  auto* target = static_cast<uint8_t*>(arena_.allocate_bytes(room));
-  if (memory_.device() == Device::kCpu) {
-    std::copy_n(static_cast<const uint8_t*>(values), bytes, target);
-    return target;
-  }
-  // The arena of a device is one block, so what is added here lies in ascending order.
-  base_ = base_ == nullptr ? target : base_;
-  const auto offset = static_cast<size_t>(target - base_);
-  mirror_.resize(offset + static_cast<size_t>(bytes));
-  std::copy_n(static_cast<const uint8_t*>(values), bytes, mirror_.data() + offset);
-  return target;
-}
-
-TensorView StepArrays::add(const std::vector<int32_t>& v) {
-  const auto n = static_cast<int64_t>(v.size());
-  return {add(v.data(), n), DType::kI32, {n}, memory_.device()};
-}
-
-TensorView StepArrays::add(const std::vector<uint8_t>& v) {
-  const auto n = static_cast<int64_t>(v.size());
-  return {add(v.data(), n), DType::kU8, {n}, memory_.device()};
-}
-
-TensorView StepArrays::add(const std::vector<float>& v, const Shape& shape) {
-  return {add(v.data(), shape.elements()), DType::kF32, shape, memory_.device()};
-}
-
-TensorView StepArrays::add(const std::vector<int64_t>& v, const Shape& shape) {
-  return {add(v.data(), shape.elements()), DType::kI64, shape, memory_.device()};
-}
-
-Status StepArrays::flush() {
-  return mirror_.empty()
-             ? Status()
-             : memory_.write(base_, mirror_.data(), static_cast<int64_t>(mirror_.size()), stream_);
-}
-
 InferExec::InferExec(const Model& model,
                      ops::OpContext& context,
                      Precision precision,
                      ops::Memory& device,
+                     ops::HostRows& host_rows,
                      Arena& memory,
                      const StepPlan& encoder,
                      const StepPlan& decoder,
@@ -70,6 +33,7 @@ InferExec::InferExec(const Model& model,
       ctx_(context),
       act_(precision == Precision::kOfficial ? DType::kBF16 : DType::kF32),
       device_(device),
+      host_rows_(host_rows),
       memory_(memory),
       sequences_(sequences),
       observer_(observer),
@@ -640,8 +604,24 @@ TensorView InferExec::experts(Var u, Var ids, Var weights, const MoeWeights& w) 
 TensorView InferExec::engram_gather(const LayerSpec& layer, const ops::Weight& table) {
   const HashTables& hash = hashes_[static_cast<size_t>(layer.engram)];
   const int64_t columns = hash.prime.shape.elements();
-  const Var ids = make(DType::kI32, {now_->rows.rows, columns});
   const Var rows = make(act_, {now_->rows.rows, columns * table.in});
+  if (table.values.device != device_.device()) {
+    ops::Weight sent = table;
+    sent.out = now_->rows.rows * columns;
+    sent.values = make(table.values.dtype, {sent.out, table.in});
+    if (!table.scales.empty()) {
+      sent.scales = make(table.scales.dtype, {sent.out, table.scales.dim(1)});
+    }
+    if (status_.ok() && sent.out > 0) {
+      to_send_.push_back({layer.engram, now_->plan, &table, sent});
+      run(sends_later_ ? Status() : send_rows());
+    }
+    if (!skips()) {
+      run(ops::engram_gather(ctx_, {.ids = {}, .table = sent, .e = rows}));
+    }
+    return rows;
+  }
+  const Var ids = make(DType::kI32, {now_->rows.rows, columns});
   if (!skips()) {
     run(ops::engram_hash(
         ctx_,
@@ -658,6 +638,44 @@ TensorView InferExec::engram_gather(const LayerSpec& layer, const ops::Weight& t
     run(ops::engram_gather(ctx_, {.ids = ids, .table = table, .e = rows}));
   }
   return rows;
+}
+
+Status InferExec::send_rows() {
+  for (const RowsToSend& rows : to_send_) {
+    CACHALOT_RETURN_IF_ERROR(send(rows));
+  }
+  to_send_.clear();
+  return {};
+}
+
+Status InferExec::send(const RowsToSend& to_send) {
+  const StepPlan& plan = *to_send.plan;
+  const EngramConstants& constants = model_.engram[static_cast<size_t>(to_send.engram)];
+  const int64_t n = model_.config.engram_max_ngram_size, heads = model_.config.engram_n_heads;
+  std::vector<int32_t> ids(static_cast<size_t>(to_send.rows.out));
+  const auto view = [](const auto& values, DType dtype, const Shape& shape) {
+    return TensorView(const_cast<void*>(static_cast<const void*>(values.data())), dtype, shape);
+  };
+  const auto line = [&](const std::vector<int32_t>& values) {
+    return view(values, DType::kI32, {static_cast<int64_t>(values.size())});
+  };
+  ops::OpContext host{.backend = ops::Backend::kCpu, .pool = ctx_.pool};
+  CACHALOT_RETURN_IF_ERROR(ops::engram_hash(
+      host,
+      {.rows = {.rows = plan.rows,
+                .sequences = static_cast<int64_t>(plan.member.size()),
+                .position = line(plan.position),
+                .sequence = line(plan.sequence),
+                .row_begin = line(plan.row_begin),
+                .start = line(plan.start),
+                .is_image = view(plan.is_image, DType::kU8, {plan.rows})},
+       .classes = line(plan.classes),
+       .multiplier = view(constants.multiplier, DType::kI64, {n}),
+       .prime = view(constants.prime, DType::kI64, {n - 1, heads}),
+       .offset = view(constants.offset, DType::kI64, {n - 1, heads}),
+       .blocked_class = model_.token_class[static_cast<size_t>(model_.config.engram_pad_token_id)],
+       .ids = line(ids)}));
+  return host_rows_.send(*to_send.table, ids, to_send.rows, ctx_.stream);
 }
 
 TensorView InferExec::engram_inject(Var x, Var kv, const EngramWeights& w) {

@@ -2,7 +2,6 @@
 // step.
 #pragma once
 
-#include <algorithm>
 #include <array>
 #include <functional>
 #include <map>
@@ -13,6 +12,8 @@
 
 #include "model/forward.h"
 #include "model/step.h"
+#include "model/step_arrays.h"
+#include "ops/host_rows.h"
 #include "ops/memory.h"
 #include "ops/ops.h"
 
@@ -42,35 +43,6 @@ struct StepPlan {
   std::map<int64_t, Groups> groups;  // by compression ratio
 };
 
-// The small arrays of a step in the backend's memory. On a device they are gathered on the host and
-// copied at once by flush(); on the host they are written in place.
-class StepArrays {
- public:
-  StepArrays(Arena& arena, ops::Memory& memory, void* stream)
-      : arena_(arena), memory_(memory), stream_(stream) {}
-
-  // Copies of the values, valid for ops after flush(), with room for `capacity` of them.
-  template <class T>
-  T* add(const T* values, int64_t count, int64_t capacity = 0) {
-    constexpr auto kBytes = static_cast<int64_t>(sizeof(T));
-    return static_cast<T*>(add_bytes(values, count * kBytes, std::max(count, capacity) * kBytes));
-  }
-  TensorView add(const std::vector<int32_t>& v);
-  TensorView add(const std::vector<uint8_t>& v);
-  TensorView add(const std::vector<float>& v, const Shape& shape);
-  TensorView add(const std::vector<int64_t>& v, const Shape& shape);
-  Status flush();
-
- private:
-  void* add_bytes(const void* values, int64_t bytes, int64_t room);
-
-  Arena& arena_;
-  ops::Memory& memory_;
-  void* stream_;
-  uint8_t* base_ = nullptr;
-  std::vector<uint8_t> mirror_;
-};
-
 class InferExec {
  public:
   using Var = TensorView;
@@ -81,6 +53,7 @@ class InferExec {
             ops::OpContext& context,
             Precision precision,
             ops::Memory& device,
+            ops::HostRows& host_rows,
             Arena& memory,
             const StepPlan& encoder,
             const StepPlan& decoder,
@@ -90,9 +63,13 @@ class InferExec {
 
   // What the layers share; before the calls of forward().
   void begin();
-  // From here on ops are not run: the calls of forward() give the tensors that a recorded step of
-  // this shape fills.
-  void replay() { replays_ = true; }
+  // From here on ops are recorded: what the host does for them waits for send_rows().
+  void record() { sends_later_ = true; }
+  // From here on ops are not run either: the calls of forward() give the tensors that a recorded
+  // step of this shape fills.
+  void replay() { replays_ = sends_later_ = true; }
+  // Sends the rows of host tables that the recorded ops read; before they are launched.
+  Status send_rows();
   // All that the launches of a steady step depend on, besides what its arrays hold.
   std::vector<int64_t> shape() const;
 
@@ -165,6 +142,13 @@ class InferExec {
     const ops::PagedRows* index;
     float* const* open;
   };
+  // Rows of a table in host memory, for ops that are launched later.
+  struct RowsToSend {
+    int64_t engram;
+    const StepPlan* plan;
+    const ops::Weight* table;
+    ops::Weight rows;
+  };
   struct Bound {
     const StepPlan* plan;
     ops::StepRows rows;
@@ -177,6 +161,7 @@ class InferExec {
     std::vector<SourceTables> sources;     // per KV source
   };
   Bound bind(const StepPlan& plan, StepArrays& arrays);
+  Status send(const RowsToSend& rows);
 
   void run(const Status& status) {
     if (status_.ok() && !status.ok()) {
@@ -211,12 +196,15 @@ class InferExec {
   ops::OpContext& ctx_;
   DType act_;
   ops::Memory& device_;
+  ops::HostRows& host_rows_;
   Arena& memory_;
   std::span<const StepSequence> sequences_;
   Observer* observer_;
   // Sizes of launches are rounded up, so that step after step has the same.
   bool steady_;
   bool replays_ = false;
+  bool sends_later_ = false;
+  std::vector<RowsToSend> to_send_;
   int64_t pages_ = 0;  // room of every page table
   Var window_frequency_, compressed_frequency_;
   Status status_;

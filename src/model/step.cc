@@ -6,6 +6,7 @@
 
 #include "base/format.h"
 #include "model/infer_exec.h"
+#include "model/step_arrays.h"
 #include "ops/op_graph.h"
 
 namespace cachalot::model {
@@ -184,12 +185,13 @@ std::vector<int32_t> engram_lookback(const Model& model, std::span<const int32_t
 
 struct StepRunner::State {
   State(const Model& m, const ops::OpContext& c, Precision p, ops::Memory& d)
-      : model(m), context(c), precision(p), device(d) {}
+      : model(m), context(c), precision(p), device(d), host_rows(d, c.pool) {}
 
   const Model& model;
   ops::OpContext context;
   Precision precision;
   ops::Memory& device;
+  ops::HostRows host_rows;
   ops::Buffer memory_block, scratch_block;  // of a device
   Arena memory;                             // the step's tensors
   Arena scratch;                            // the ops' temporaries
@@ -201,6 +203,7 @@ struct StepRunner::State {
   std::unique_ptr<InferExec> exec;  // of the last step; null: nothing to commit
   Draft<TensorView> block;          // of the last draft; empty: none
   int64_t drawn = 0;                // positions of it that next_draft() gave
+  int64_t launches = 0;             // of the last step's graph
   // By InferExec::shape(); null: such a step has run once, op by op.
   std::map<std::vector<int64_t>, std::unique_ptr<ops::OpGraph>> graphs;
 
@@ -219,6 +222,7 @@ struct StepRunner::State {
       body();
       return of.status();
     };
+    launches = 0;
     if (!recorded) {
       return all();
     }
@@ -231,11 +235,14 @@ struct StepRunner::State {
     }
     std::unique_ptr<ops::OpGraph>& graph = entry->second;
     if (graph == nullptr) {
+      of.record();
       CACHALOT_TRY(graph, ops::record_ops(context, all));
     } else {
       of.replay();
       CACHALOT_RETURN_IF_ERROR(all());
     }
+    CACHALOT_RETURN_IF_ERROR(of.send_rows());
+    launches = graph->kernels();
     return graph->launch(context.stream);
   }
 
@@ -278,6 +285,10 @@ StepRunner::StepRunner(std::unique_ptr<State> state) : state_(std::move(state)) 
 
 StepRunner::~StepRunner() = default;
 
+int64_t StepRunner::launches() const {
+  return state_->launches;
+}
+
 void StepRunner::set_timer(ops::OpTimer* timer) {
   state_->context.timer = timer;
 }
@@ -299,6 +310,7 @@ Result<TensorView> StepRunner::run(std::span<const StepSequence> sequences, Obse
                                        s.context,
                                        s.precision,
                                        s.device,
+                                       s.host_rows,
                                        s.memory,
                                        s.plan,
                                        s.decoder_plan,
@@ -371,6 +383,7 @@ Status StepRunner::draft(std::span<const StepSequence> sequences, Observer* obse
                  s.context,
                  s.precision,
                  s.device,
+                 s.host_rows,
                  s.memory,
                  s.plan,
                  s.plan,

@@ -104,6 +104,9 @@ class StepRunner {
   // Such rows in host memory, valid until the next call of this member, run() or draft().
   Result<TensorView> on_host(const TensorView& logits);
 
+  // Kernels that the last step or draft launched as a graph; 0 if it was run op by op.
+  int64_t launches() const;
+
   // Times the ops of the steps to come; null ends that.
   void set_timer(ops::OpTimer* timer);
 

@@ -20,7 +20,7 @@ enum class Backend : uint8_t {
 // temporaries come from `scratch`, which they release before they return.
 struct OpContext {
   Backend backend = Backend::kCpu;
-  ThreadPool* pool = nullptr;  // kCpu
+  ThreadPool* pool = nullptr;  // kCpu; kCuda: of ops::HostRows
   Arena* scratch = nullptr;    // kRef, kCpu
   void* stream = nullptr;      // kCuda: the cudaStream_t
   OpTimer* timer = nullptr;    // times every op, if there is one

@@ -152,7 +152,7 @@ OpCost cost(const EngramHashArgs& args) {
 }
 
 OpCost cost(const EngramGatherArgs& args) {
-  const int64_t rows = args.ids.shape.elements();
+  const int64_t rows = args.e.shape.elements() / args.table.in;
   const int64_t row = weight_bytes(args.table) / std::max<int64_t>(args.table.out, 1);
   return {sum_bytes({&args.ids, &args.e}) + static_cast<double>(rows * row), 0};
 }

@@ -1,14 +1,33 @@
 #include "ops/memory.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
 #include <utility>
+#include <vector>
 
 #include "base/format.h"
 
 namespace cachalot::ops {
 namespace {
+
+// Copies happen at once, so one piece is enough.
+class HostStaging : public Staging {
+ public:
+  explicit HostStaging(int64_t bytes) : piece_(static_cast<size_t>(bytes)) {}
+  Result<uint8_t*> next() override { return piece_.data(); }
+  Status send(void* target, const void* piece, int64_t bytes, void*) override {
+    if (bytes > 0) {
+      std::memcpy(target, piece, static_cast<size_t>(bytes));
+    }
+    return {};
+  }
+
+ private:
+  std::vector<uint8_t> piece_;
+};
 
 class HostMemory : public Memory {
  public:
@@ -33,6 +52,12 @@ class HostMemory : public Memory {
       std::memcpy(target, source, static_cast<size_t>(bytes));
     }
     return {};
+  }
+  Result<std::unique_ptr<Staging>> staging(int64_t piece_bytes, int) override {
+    return std::unique_ptr<Staging>(std::make_unique<HostStaging>(piece_bytes));
+  }
+  Result<int64_t> available() override {
+    return static_cast<int64_t>(sysconf(_SC_AVPHYS_PAGES)) * sysconf(_SC_PAGESIZE);
   }
 };
 

@@ -2,12 +2,25 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 
 #include "base/status.h"
 #include "ops/context.h"
 #include "tensor/tensor.h"
 
 namespace cachalot::ops {
+
+// Host memory in pieces, from which a device copies while the host fills the next one. Not
+// thread-safe.
+class Staging {
+ public:
+  virtual ~Staging() = default;
+
+  // The next piece in turn, once the copies from it have ended.
+  virtual Result<uint8_t*> next() = 0;
+  // Copies from the piece that next() gave last, ordered with the ops of `stream`.
+  virtual Status send(void* target, const void* piece, int64_t bytes, void* stream) = 0;
+};
 
 // Of the host or of one device. Copies are ordered with the ops of their stream (null: the default
 // stream); on the host they happen at once. Thread-safe.
@@ -24,6 +37,10 @@ class Memory {
   // Returns when the bytes have arrived.
   virtual Status read(void* host, const void* source, int64_t bytes, void* stream) = 0;
   virtual Status copy(void* target, const void* source, int64_t bytes, void* stream) = 0;
+  // kResourceExhausted if there is no memory for the pieces.
+  virtual Result<std::unique_ptr<Staging>> staging(int64_t piece_bytes, int pieces) = 0;
+  // Bytes that allocate() could still give, now.
+  virtual Result<int64_t> available() = 0;
 };
 
 // The memory that a backend's ops work on. kUnavailable if its device is not there, kUnimplemented

@@ -1,6 +1,7 @@
 // Ops of a device, recorded once and launched together many times.
 #pragma once
 
+#include <cstdint>
 #include <functional>
 #include <memory>
 
@@ -14,6 +15,8 @@ class OpGraph {
   virtual ~OpGraph() = default;
   // Launches the recorded ops on `stream`, over whatever the memory of their tensors holds by then.
   virtual Status launch(void* stream) = 0;
+  // Kernels of a launch.
+  virtual int64_t kernels() const = 0;
 };
 
 // Calls `body`, whose ops on this context are recorded and not run. The tensors and the scratch

@@ -346,9 +346,14 @@ Status engram_hash(OpContext& ctx, const EngramHashArgs& args) {
 
 Status engram_gather(OpContext& ctx, const EngramGatherArgs& args) {
   ArgCheck check("engram_gather");
-  const int64_t t = args.ids.dim(0), columns = args.ids.dim(1);
-  check.tensor("ids", args.ids, {DType::kI32}, {t, columns})
-      .tensor("e", args.e, kParam, {t, columns * args.table.in})
+  const bool in_order = args.ids.empty();
+  const int64_t t = in_order ? args.e.dim(0) : args.ids.dim(0);
+  const int64_t columns = in_order ? args.table.out / std::max<int64_t>(t, 1) : args.ids.dim(1);
+  if (!in_order) {
+    check.tensor("ids", args.ids, {DType::kI32}, {t, columns});
+  }
+  check.tensor("e", args.e, kParam, {t, columns * args.table.in})
+      .that(!in_order || t * columns == args.table.out, "as many table rows for every token")
       .that(args.table.format == WeightFormat::kFp8Row || args.table.format == WeightFormat::kF32,
             "an FP8 row or F32 table");
   CACHALOT_RETURN_IF_ERROR(check.status());

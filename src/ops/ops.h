@@ -266,7 +266,7 @@ struct EngramHashArgs {
 [[nodiscard]] Status engram_hash(OpContext& ctx, const EngramHashArgs& args);
 
 struct EngramGatherArgs {
-  TensorView ids;  // [T, columns] i32
+  TensorView ids;  // [T, columns] i32; empty: the table's rows in their order
   Weight table;    // [rows, width] kFp8Row or f32
   TensorView e;    // out [T, columns * width] act
 };

@@ -110,6 +110,16 @@ def test_batch_composition_and_order(cachalot, checkpoint, tmp_path):
         assert generate(cachalot, directory, [prompt], tmp_path, *flags) == [expected]
 
 
+@pytest.mark.skipif("cuda" not in BACKENDS, reason="needs a device")
+def test_engram_tables_on_the_host(cachalot, checkpoint, tmp_path):
+    """The rows that the host sends step by step give the bits of tables on the device: prefill in chunks, steps
+    that are run op by op, recorded and replayed, several requests at once."""
+    prompts = [tokens_of(n, 512, 7 + n) for n in (150, 3, 40)]
+    flags = ("-n", 24, "--temperature", 0, "--chunk", 32, "--engram-tables")
+    device, host = (generate(cachalot, checkpoint(), prompts, tmp_path, *flags, place) for place in ("device", "host"))
+    assert host == device
+
+
 @pytest.mark.parametrize("precision", ["official", "f32"])
 def test_a36_speculation_changes_no_greedy_token(cachalot, checkpoint, tmp_path, precision):
     """Tokens and log-probabilities, for every number of drafts; three tokens are made likely enough

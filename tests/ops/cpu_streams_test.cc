@@ -390,6 +390,22 @@ TEST(CpuEngram, GatherMatchesRef) {
           return e;
         };
         EXPECT_TRUE(same_bits(run(test::cpu()), run(test::ref())));
+        // Row after row of the table itself.
+        const auto in_order = [&](OpContext& ctx) {
+          Buffer e(act, {100, 3 * width});
+          EXPECT_TRUE(engram_gather(ctx, {.table = table.view(), .e = e.view()}).ok());
+          return e;
+        };
+        Buffer all(DType::kI32, {100, 3});
+        for (int32_t i = 0; i < 300; ++i) {
+          all.view().as<int32_t>()[i] = i;
+        }
+        Buffer e(act, {100, 3 * width});
+        EXPECT_TRUE(
+            engram_gather(test::ref(), {.ids = all.view(), .table = table.view(), .e = e.view()})
+                .ok());
+        EXPECT_TRUE(same_bits(in_order(test::cpu()), e));
+        EXPECT_TRUE(same_bits(in_order(test::ref()), e));
       }
     }
   }

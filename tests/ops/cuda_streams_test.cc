@@ -3,6 +3,7 @@
 
 #include "tests/support/compare.h"
 #include "tests/support/device.h"
+#include "tests/support/host_rows.h"
 
 namespace cachalot::ops {
 namespace {
@@ -449,6 +450,26 @@ TEST_F(CudaStreams, EngramGather) {
       }
     }
   }
+}
+
+TEST_F(CudaStreams, EngramGatherInOrder) {
+  Random random(11);
+  for (DType act : kActs) {
+    for (WeightFormat format : {WeightFormat::kFp8Row, WeightFormat::kF32}) {
+      const auto table = test::random_weight(random, format, 12, 256, 0.1);
+      const auto both = on_both([&](Side& side) {
+        Buffer e(act, {3, 4 * 256});
+        side.finish(engram_gather(side.ctx(), {.table = side.weight(table), .e = side.out(e)}));
+        return e;
+      });
+      EXPECT_TRUE(same_bits(both.got, both.want));
+    }
+  }
+}
+
+TEST_F(CudaStreams, HostRowsArriveInOrder) {
+  ThreadPool pool(2);
+  test::check_host_rows(**cuda_memory(), &pool);
 }
 
 TEST_F(CudaStreams, EngramInject) {

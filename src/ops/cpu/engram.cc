@@ -36,12 +36,12 @@ Status engram_hash(OpContext& ctx, const EngramHashArgs& args) {
 }
 
 Status engram_gather(OpContext& ctx, const EngramGatherArgs& args) {
-  const int64_t columns = args.ids.dim(1), width = args.table.in;
-  const int64_t count = args.ids.dim(0) * columns, bytes = width * dtype_bytes(args.e.dtype);
+  const int64_t width = args.table.in, count = args.e.shape.elements() / width;
+  const int64_t bytes = width * dtype_bytes(args.e.dtype);
   Scratch scratch(ctx);
   parallel_rows(ctx, scratch, count, padded(width), [&](int64_t begin, int64_t end, float* row) {
     for (int64_t i = begin; i < end; ++i) {
-      decode_weight_row(args.table, args.ids.as<int32_t>()[i], row);
+      decode_weight_row(args.table, args.ids.empty() ? i : args.ids.as<int32_t>()[i], row);
       store_row(row, width, static_cast<uint8_t*>(args.e.data) + i * bytes, args.e.dtype);
     }
   });

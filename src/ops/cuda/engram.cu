@@ -2,7 +2,7 @@
 //
 // engram_hash    in   classes [T + S (N-1)] i32, multiplier [N], prime, offset [N-1, heads] i64
 //                out  ids [T, (N-1) heads] i32; one thread per token
-// engram_gather  in   ids [T, columns] i32, table [rows, width] FP8 + E8M0 per 32, or f32
+// engram_gather  in   ids [T, columns] i32 or none, table [rows, width] FP8 + E8M0 per 32, or f32
 //                out  e [T, columns width] act; one warp per id; random reads of width + width/32 B
 // engram_inject  in   x [T, M, D] act, kv [T, (M+1) D] act (M keys, then the value), is_image [T]
 //                out  out [T, M, D] act: x_i + gate_i value, one rounding,
@@ -64,7 +64,7 @@ __global__ void __launch_bounds__(kThreads) gather_kernel(const int32_t* ids,
   if (i >= count) {
     return;
   }
-  const int64_t id = ids[i];
+  const int64_t id = ids == nullptr ? i : ids[i];
   const bool known = id >= 0 && id < table_rows;
   for (int64_t j = threadIdx.x % kWarp; j < width; j += kWarp) {
     float v = 0;
@@ -147,7 +147,7 @@ Status engram_hash(OpContext& ctx, const EngramHashArgs& args) {
 }
 
 Status engram_gather(OpContext& ctx, const EngramGatherArgs& args) {
-  const int64_t count = args.ids.shape.elements();
+  const int64_t count = args.e.shape.elements() / args.table.in;
   return with_act(args.e.dtype, [&](auto act) {
     using Act = decltype(act);
     return launch(ctx,
@@ -156,7 +156,7 @@ Status engram_gather(OpContext& ctx, const EngramGatherArgs& args) {
                   extent(ceil_div(count, kThreads / kWarp)),
                   kThreads,
                   0,
-                  args.ids.as<int32_t>(),
+                  args.ids.empty() ? nullptr : args.ids.as<int32_t>(),
                   count,
                   args.table.values.data,
                   static_cast<const uint8_t*>(args.table.scales.data),

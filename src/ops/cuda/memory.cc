@@ -3,7 +3,10 @@
 
 #include <cuda_runtime.h>
 
+#include <memory>
 #include <string>
+#include <utility>
+#include <vector>
 
 namespace cachalot::ops {
 namespace {
@@ -15,6 +18,53 @@ Status cuda_error(cudaError_t code, const char* what) {
   return {code == cudaErrorMemoryAllocation ? Code::kResourceExhausted : Code::kInternal,
           std::string("CUDA ") + what + ": " + cudaGetErrorString(code)};
 }
+
+class CudaStaging : public Staging {
+ public:
+  static Result<std::unique_ptr<Staging>> make(int64_t piece_bytes, int pieces) {
+    std::unique_ptr<CudaStaging> staging(new CudaStaging(piece_bytes));
+    CACHALOT_RETURN_IF_ERROR(cuda_error(cudaMallocHost(reinterpret_cast<void**>(&staging->memory_),
+                                                       static_cast<size_t>(piece_bytes * pieces)),
+                                        "allocation of pinned host memory"));
+    for (int i = 0; i < pieces; ++i) {
+      cudaEvent_t event = nullptr;
+      CACHALOT_RETURN_IF_ERROR(
+          cuda_error(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "event"));
+      staging->copied_.push_back(event);
+    }
+    return std::unique_ptr<Staging>(std::move(staging));
+  }
+  ~CudaStaging() override {
+    for (cudaEvent_t event : copied_) {
+      static_cast<void>(cudaEventSynchronize(event));
+      static_cast<void>(cudaEventDestroy(event));
+    }
+    static_cast<void>(cudaFreeHost(memory_));
+  }
+  CudaStaging(const CudaStaging&) = delete;
+  CudaStaging& operator=(const CudaStaging&) = delete;
+
+  Result<uint8_t*> next() override {
+    now_ = (now_ + 1) % copied_.size();
+    CACHALOT_RETURN_IF_ERROR(cuda_error(cudaEventSynchronize(copied_[now_]), "wait for a copy"));
+    return memory_ + static_cast<int64_t>(now_) * piece_bytes_;
+  }
+  Status send(void* target, const void* piece, int64_t bytes, void* stream) override {
+    auto* const on = static_cast<cudaStream_t>(stream);
+    CACHALOT_RETURN_IF_ERROR(cuda_error(
+        cudaMemcpyAsync(target, piece, static_cast<size_t>(bytes), cudaMemcpyHostToDevice, on),
+        "copy"));
+    return cuda_error(cudaEventRecord(copied_[now_], on), "event");
+  }
+
+ private:
+  explicit CudaStaging(int64_t piece_bytes) : piece_bytes_(piece_bytes) {}
+
+  int64_t piece_bytes_;
+  uint8_t* memory_ = nullptr;
+  std::vector<cudaEvent_t> copied_;  // per piece, its last copy
+  size_t now_ = 0;
+};
 
 class CudaMemory : public Memory {
  public:
@@ -36,6 +86,14 @@ class CudaMemory : public Memory {
   }
   Status copy(void* target, const void* source, int64_t bytes, void* stream) override {
     return move(target, source, bytes, cudaMemcpyDeviceToDevice, stream);
+  }
+  Result<std::unique_ptr<Staging>> staging(int64_t piece_bytes, int pieces) override {
+    return CudaStaging::make(piece_bytes, pieces);
+  }
+  Result<int64_t> available() override {
+    size_t free = 0, total = 0;
+    CACHALOT_RETURN_IF_ERROR(cuda_error(cudaMemGetInfo(&free, &total), "memory"));
+    return static_cast<int64_t>(free);
   }
 
  private:

@@ -31,9 +31,10 @@ Status engram_hash(OpContext&, const EngramHashArgs& args) {
 }
 
 Status engram_gather(OpContext&, const EngramGatherArgs& args) {
-  const int64_t t = args.ids.dim(0), columns = args.ids.dim(1), width = args.table.in;
-  for (int64_t i = 0; i < t * columns; ++i) {
-    const std::vector<float> values = weight_row(args.table, args.ids.as<int32_t>()[i]);
+  const int64_t width = args.table.in;
+  for (int64_t i = 0; i < args.e.shape.elements() / width; ++i) {
+    const std::vector<float> values =
+        weight_row(args.table, args.ids.empty() ? i : args.ids.as<int32_t>()[i]);
     for (int64_t j = 0; j < width; ++j) {
       store(args.e, i * width + j, values[static_cast<size_t>(j)]);
     }
