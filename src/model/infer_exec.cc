@@ -674,7 +674,7 @@ Status InferExec::send(const RowsToSend& to_send) {
        .prime = view(constants.prime, DType::kI64, {n - 1, heads}),
        .offset = view(constants.offset, DType::kI64, {n - 1, heads}),
        .blocked_class = model_.token_class[static_cast<size_t>(model_.config.engram_pad_token_id)],
-       .ids = line(ids)}));
+       .ids = view(ids, DType::kI32, {plan.rows, (n - 1) * heads})}));
   return host_rows_.send(*to_send.table, ids, to_send.rows, ctx_.stream);
 }
 
