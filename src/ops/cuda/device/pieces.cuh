@@ -13,32 +13,74 @@
 
 namespace cachalot::ops::cuda {
 
-// Eight columns of a row; the four threads of a block of 32 agree on its scale.
-__device__ __forceinline__ void quantize_piece(float (&v)[8]) {
+// Largest magnitude bits of a block of 32 columns, of which each of four threads has eight.
+__device__ __forceinline__ uint32_t block_magnitude(const float (&v)[8]) {
   uint32_t amax = 0;
 #pragma unroll
   for (int e = 0; e < 8; ++e) {
     amax = max(amax, magnitude_bits(v[e]));
   }
   amax = max(amax, __shfl_xor_sync(kAllLanes, amax, 1));
-  amax = max(amax, __shfl_xor_sync(kAllLanes, amax, 2));
-  const uint32_t scale = fp8_scale(amax);
+  return max(amax, __shfl_xor_sync(kAllLanes, amax, 2));
+}
+
+// Eight columns of a row; the four threads of a block of 32 agree on its scale.
+__device__ __forceinline__ void quantize_piece(float (&v)[8]) {
+  const uint32_t scale = fp8_scale(block_magnitude(v));
 #pragma unroll
   for (int e = 0; e < 8; e += 2) {
     fp8_round_pair(v[e], v[e + 1], scale);
   }
 }
 
-// Stores piece i (of the whole matrix) in a layout.
+// Eight columns of a row as BF16 pairs in the order of a layout.
 template <InputLayout kLayout>
-__device__ __forceinline__ void store_piece(Bf16* out, int64_t i, const float (&v)[8]) {
+__device__ __forceinline__ void order_piece(const float (&v)[8], uint32_t (&pairs)[4]) {
   float ordered[8];
 #pragma unroll
   for (int e = 0; e < 8; ++e) {
     ordered[layout_slot(kLayout, e)] = v[e];
   }
-  store_elements<8>(out + i / 32 * kChunk + layout_piece(kLayout, static_cast<int>(i % 32)) * 8,
-                    ordered);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    pairs[i] = bf16_pair(ordered[2 * i], ordered[2 * i + 1]);
+  }
+}
+
+// The same of quantize_piece()'s result, without floats on the way: the codes' bits placed in BF16
+// are the values times 2^-120 (device/weights.cuh), and both products are exact.
+template <InputLayout kLayout>
+__device__ __forceinline__ void quantize_and_order_piece(const float (&v)[8],
+                                                         uint32_t (&pairs)[4]) {
+  constexpr uint32_t kPlaced = 0x7B807B80u;  // 2^120
+  const uint32_t scale = fp8_scale(block_magnitude(v));
+  const uint32_t factor = (scale == 255u ? 0x7FC0u : scale << 7) * 0x10001u;
+  float ordered[8];
+#pragma unroll
+  for (int e = 0; e < 8; ++e) {
+    ordered[layout_slot(kLayout, e)] = v[e];
+  }
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const uint32_t codes = fp8_code_pair(ordered[2 * i], ordered[2 * i + 1], scale);
+    const uint32_t placed = Fp8Weights<false>::odd(pick_bytes(codes, 0, 0x1404));
+    pairs[i] = mul_bf16x2(mul_bf16x2(placed, kPlaced), factor);
+  }
+}
+
+// Stores the ordered pairs of piece i (of the whole matrix) in a layout.
+template <InputLayout kLayout>
+__device__ __forceinline__ void store_pairs(Bf16* out, int64_t i, const uint32_t (&pairs)[4]) {
+  *reinterpret_cast<uint4*>(out + i / 32 * kChunk +
+                            layout_piece(kLayout, static_cast<int>(i % 32)) * 8) =
+      make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+}
+// Stores piece i (of the whole matrix) in a layout.
+template <InputLayout kLayout>
+__device__ __forceinline__ void store_piece(Bf16* out, int64_t i, const float (&v)[8]) {
+  uint32_t pairs[4];
+  order_piece<kLayout>(v, pairs);
+  store_pairs<kLayout>(out, i, pairs);
 }
 
 // Stores piece i of row `row` in the image of a tile of `rows` rows (device/gemm.cuh).

@@ -81,7 +81,7 @@ __device__ __forceinline__ uint32_t fp8_code_pair(float a, float b, uint32_t sca
     return 0x7F7Fu;
   }
   const float inverse = e8m0_reciprocal(scale);
-  return e4m3_pair(clamp_abs(a * inverse, 448.0f), clamp_abs(b * inverse, 448.0f));
+  return e4m3_pair(a * inverse, b * inverse);  // which saturates
 }
 __device__ __forceinline__ uint32_t fp4_index_code(float x, uint32_t scale) {
   return scale == 255u ? 0u : e2m1_code(clamp_abs(x * e8m0_reciprocal(scale), 6.0f));
