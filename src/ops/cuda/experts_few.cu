@@ -16,13 +16,15 @@
 //   warp   fill stages of weights | wait for the inputs | fill . mma | fill . mma | ...
 //
 // The weights of a block are known before the kernel in front has ended (routing is older), so the
-// rings fill while it drains. Inputs come from L1/L2, one group ahead of their use.
+// rings fill while it drains. Inputs come from L1/L2, half a chunk ahead of their use.
 //
-// Shared: 4 rings of 3 stages, 7.5 (FP4) or 6.8 KiB (FP8) each; six blocks per multiprocessor,
-// four with groups of 16. Of 5 stages, with four blocks, where all blocks run at once (one token).
+// Shared: 4 rings of 3 stages, 7 (FP4) or 6.5 KiB (FP8) each; six blocks per multiprocessor, four
+// with groups of 16. Of 5 stages, with four blocks, where all blocks run at once.
 //
-// Bound by weight bytes: 18.8 MB per routed expert with a token, 35.4 MB for the shared one. Close
-// behind come the integer operations of unpacking (17 instructions per 8 FP4 weights).
+// Bound by weight bytes: 18.8 MB per routed expert with a token, 35.4 MB for the shared one. With
+// 64 tokens HBM gives 3.7 TB/s and L2 is at 90 to 95 % of what it can do, while 0.7 instructions
+// are issued per cycle, 24 for 8 FP4 weights (16 of them unpack).
+#include "ops/cuda/device/few_tokens.cuh"
 #include "ops/cuda/experts.cuh"
 
 namespace cachalot::ops::cuda {
@@ -40,10 +42,10 @@ using Fp8Rows = Fp8Weights<true>;
 // Bytes of a warp's ring.
 template <int kStages>
 constexpr int kHiddenRing =
-    std::max(WeightRing<Fp4Weights, kStages>::kBytes, WeightRing<Fp8Pair, kStages>::kBytes);
+    std::max(TileRing<Fp4Weights, kStages>::kBytes, TileRing<Fp8Pair, kStages>::kBytes);
 template <int kStages>
 constexpr int kOutRing =
-    std::max(WeightRing<Fp4Weights, kStages>::kBytes, WeightRing<Fp8Rows, kStages>::kBytes);
+    std::max(TileRing<Fp4Weights, kStages>::kBytes, TileRing<Fp8Rows, kStages>::kBytes);
 
 // Stages of a ring: more where all blocks run at once, so that none is left for more blocks.
 constexpr int kStages = 3, kDeepStages = 5;
@@ -68,7 +70,7 @@ __device__ __forceinline__ const uint16_t* expert_input(const ExpertProblem& p,
 }
 
 template <class W, int kRingStages, int kTiles>
-__device__ __forceinline__ void multiply(WeightRing<W, kRingStages>& ring,
+__device__ __forceinline__ void multiply(TileRing<W, kRingStages>& ring,
                                          const ExpertProblem& p,
                                          const ExpertTile& tile,
                                          bool hidden,
@@ -101,13 +103,13 @@ __global__ void __launch_bounds__(kThreads, kBlocks<kTiles, kRingStages>)
   float total[kTiles][4] = {};
   if (tile.shared) {
     const TileRows rows = gate_up_rows<Fp8Pair>(tile.expert, row, p.d, lane);
-    WeightRing<Fp8Pair, kRingStages> ring(memory, rows, chunks * (kChunk / Fp8Pair::kStep));
+    TileRing<Fp8Pair, kRingStages> ring(memory, rows, chunks * (kChunk / Fp8Pair::kStep));
     wait_for_previous_kernels();
     allow_next_kernel();
     multiply(ring, p, tile, false, chunks, lane, total);
   } else {
     const TileRows rows = gate_up_rows<Fp4Weights>(tile.expert, row, p.d, lane);
-    WeightRing<Fp4Weights, kRingStages> ring(memory, rows, chunks);
+    TileRing<Fp4Weights, kRingStages> ring(memory, rows, chunks);
     wait_for_previous_kernels();
     allow_next_kernel();
     multiply(ring, p, tile, false, chunks, lane, total);
@@ -145,14 +147,14 @@ __global__ void __launch_bounds__(kThreads, kBlocks<kTiles, kRingStages>)
   if (tile.shared) {
     const TileRows rows =
         tile_rows<Fp8Rows>(tile.expert.w2, tile.expert.w2_scales, row, p.d, p.f, lane);
-    WeightRing<Fp8Rows, kRingStages> ring(memory, rows, chunks * (kChunk / Fp8Rows::kStep));
+    TileRing<Fp8Rows, kRingStages> ring(memory, rows, chunks * (kChunk / Fp8Rows::kStep));
     wait_for_previous_kernels();
     allow_next_kernel();
     multiply(ring, p, tile, true, chunks, lane, total);
   } else {
     const TileRows rows =
         tile_rows<Fp4Weights>(tile.expert.w2, tile.expert.w2_scales, row, p.d, p.f, lane);
-    WeightRing<Fp4Weights, kRingStages> ring(memory, rows, chunks);
+    TileRing<Fp4Weights, kRingStages> ring(memory, rows, chunks);
     wait_for_previous_kernels();
     allow_next_kernel();
     multiply(ring, p, tile, true, chunks, lane, total);

@@ -16,8 +16,8 @@ constexpr int kThreads = 128;
 template <InputLayout kLayout, bool kQuantize>
 __global__ void __launch_bounds__(kThreads)
     prepare_kernel(const Bf16* x, int64_t pieces, Bf16* out) {
+  allow_next_kernel();  // before the wait: the linear behind reads weights alone before its own
   wait_for_previous_kernels();
-  allow_next_kernel();
   const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   // Whole chunks of 32 pieces: a warp has either all its threads here or none.
   if (i >= pieces) {

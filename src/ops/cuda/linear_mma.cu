@@ -8,18 +8,23 @@
 //
 // Up to 8 tokens (few_kernel): a tile of 16 rows belongs to one warp, or to several that share its
 // chunks of 256 columns so that some 1000 to 2000 warps have loads under way. Weights go through a
-// ring in shared memory, inputs come from L1/L2.
+// ring in shared memory (device/few_tokens.cuh), inputs come from L1/L2; for one or two tokens
+// every block makes its own from x, so that no launch is needed in front.
 //
 //   warp   fill stages 0 .. 2 | wait for x | fill 3 . mma 0 | fill 0 . mma 1 | ...
 //   block  chunk sums -> shared, added in order -> y     (shared tiles only)
 //
 // More tokens: linear_many.cu, from inputs that a kernel in front has laid out as images.
 //
-// Shared: at most 13 KiB per warp (3 stages) and 640 B per chunk. Bound by weight bytes. The order
-// of every sum is that of device/weights.cuh and depends on K alone.
+// Shared: at most 13 KiB per warp (4 stages, and 5 KiB of input) and 640 B per chunk. The order of
+// every sum is that of device/weights.cuh and depends on K alone.
+//
+// One token is bound by what comes one after the other: 0.5 us from the kernel in front, 1.2 to 4
+// until x is ready, the instructions of the multiprocessors that have most tiles (3 where the mean
+// is 2.4, say), and 0.7 for the sums.
+#include "ops/cuda/device/few_tokens.cuh"
 #include "ops/cuda/device/gemm.cuh"
 #include "ops/cuda/device/pieces.cuh"
-#include "ops/cuda/device/weights.cuh"
 #include "ops/cuda/input.cuh"
 #include "ops/cuda/launch.cuh"
 #include "ops/cuda/linear.cuh"
@@ -38,7 +43,7 @@ constexpr int64_t kFewBlocks = 20;
 constexpr int64_t kFewBlocksTokens = 256;
 constexpr int kStages = 4;
 constexpr int kTokenPad = 20;  // floats per token in shared memory: 16 rows without bank conflicts
-constexpr int kRawAhead = 4;   // chunks of raw input under way together
+constexpr int kRawAhead = 8;   // chunks of raw input under way together
 
 // A tile's sums go to shared memory as [token][kTokenPad], so that a token's 16 rows are written
 // together.
@@ -69,7 +74,7 @@ __host__ __device__ constexpr int raw_columns(int sharing, int chunks) {
 template <class W, bool kRaw>
 __global__ void __launch_bounds__(kMaxSharing * 32, 1)
     few_kernel(const __grid_constant__ LinearProblem p, int sharing) {
-  using Ring = WeightRing<W, kStages>;
+  using Ring = TileRing<W, kStages>;
   const Lane lane;
   const int warp = static_cast<int>(threadIdx.x) / 32, warps = static_cast<int>(blockDim.x) / 32;
   const int tile =
@@ -105,20 +110,25 @@ __global__ void __launch_bounds__(kMaxSharing * 32, 1)
     for (int n = 0; n < tokens; ++n) {
       const Bf16* from = p.x + (token0 + n) * p.width + column + piece * 8;
       for (int c0 = 0; c0 < last - first; c0 += kRawAhead) {
-        float v[kRawAhead][8];
+        uint4 raw[kRawAhead];
 #pragma unroll
         for (int c = 0; c < kRawAhead; ++c) {
           if (c0 + c < last - first) {
-            load_elements<8>(from + (c0 + c) * kChunk, v[c]);
+            raw[c] = *reinterpret_cast<const uint4*>(from + (c0 + c) * kChunk);
           }
         }
 #pragma unroll
         for (int c = 0; c < kRawAhead; ++c) {
           if (c0 + c < last - first) {
+            float v[8];
+            unpack_elements(raw[c], v);
+            uint32_t pairs[4];
             if (p.quantize) {
-              quantize_piece(v[c]);
+              quantize_and_order_piece<W::kLayout>(v, pairs);
+            } else {
+              order_piece<W::kLayout>(v, pairs);
             }
-            store_piece<W::kLayout>(own + n * width + (c0 + c) * kChunk, piece, v[c]);
+            store_pairs<W::kLayout>(own + n * width + (c0 + c) * kChunk, piece, pairs);
           }
         }
       }
@@ -184,7 +194,7 @@ template <class W>
 int64_t few_bytes(const LinearProblem& p, bool raw) {
   const int chunks = static_cast<int>(p.in / kChunk), sharing = sharing_of(p);
   const int warps = few_warps(sharing);
-  return warps * WeightRing<W, kStages>::kBytes +
+  return warps * TileRing<W, kStages>::kBytes +
          4 * sums_floats(sharing, chunks, static_cast<int>(p.tokens)) +
          (raw ? 2 * warps * p.tokens * raw_columns(sharing, chunks) : 0);
 }

@@ -42,13 +42,16 @@ __device__ __forceinline__ float high_bf16(uint32_t pair) {
   return __uint_as_float(pair & 0xFFFF0000u);
 }
 
+__device__ __forceinline__ void unpack_elements(const uint4& w, float (&v)[8]) {
+  v[0] = low_bf16(w.x), v[1] = high_bf16(w.x), v[2] = low_bf16(w.y), v[3] = high_bf16(w.y);
+  v[4] = low_bf16(w.z), v[5] = high_bf16(w.z), v[6] = low_bf16(w.w), v[7] = high_bf16(w.w);
+}
+
 // kCount consecutive elements at p: 16-byte accesses for 8, scalar ones for 1.
 template <int kCount>
 __device__ __forceinline__ void load_elements(const Bf16* p, float (&v)[kCount]) {
   if constexpr (kCount == 8) {
-    const uint4 w = *reinterpret_cast<const uint4*>(p);
-    v[0] = low_bf16(w.x), v[1] = high_bf16(w.x), v[2] = low_bf16(w.y), v[3] = high_bf16(w.y);
-    v[4] = low_bf16(w.z), v[5] = high_bf16(w.z), v[6] = low_bf16(w.w), v[7] = high_bf16(w.w);
+    unpack_elements(*reinterpret_cast<const uint4*>(p), v);
   } else {
     static_assert(kCount == 1);
     v[0] = to_float(*p);

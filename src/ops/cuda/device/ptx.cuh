@@ -207,17 +207,22 @@ __device__ __forceinline__ void copy_async(void* to, const void* from, bool vali
                : "memory");
 }
 // The same for data that is read once: L2 fetches whole 256-byte runs of it.
-__device__ __forceinline__ void copy_async_stream(void* to, const void* from) {
-  asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16;" ::"r"(shared_address(to)),
-               "l"(from)
+__device__ __forceinline__ void copy_async_stream(uint32_t to, const void* from) {
+  asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16;" ::"r"(to), "l"(from)
                : "memory");
+}
+__device__ __forceinline__ void copy_async_stream(void* to, const void* from) {
+  copy_async_stream(shared_address(to), from);
 }
 // Four or eight bytes, through L1.
 template <int kBytes>
+__device__ __forceinline__ void copy_async_small(uint32_t to, const void* from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(to), "l"(from), "n"(kBytes)
+               : "memory");
+}
+template <int kBytes>
 __device__ __forceinline__ void copy_async_small(void* to, const void* from) {
-  asm volatile(
-      "cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(shared_address(to)), "l"(from), "n"(kBytes)
-      : "memory");
+  copy_async_small<kBytes>(shared_address(to), from);
 }
 __device__ __forceinline__ void copy_async_commit() {
   asm volatile("cp.async.commit_group;" ::: "memory");
@@ -277,6 +282,21 @@ __device__ __forceinline__ uint32_t pick_bytes(uint32_t a, uint32_t b, uint32_t 
   uint32_t d;
   asm("prmt.b32 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(select));
   return d;
+}
+
+// Loads from an address in shared memory.
+__device__ __forceinline__ uint4 load_shared(uint32_t from) {
+  uint4 v;
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "r"(from)
+               : "memory");
+  return v;
+}
+__device__ __forceinline__ uint32_t load_shared_word(uint32_t from) {
+  uint32_t v;
+  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(v) : "r"(from) : "memory");
+  return v;
 }
 
 // Products of BF16 pairs; subnormals are kept.

@@ -83,8 +83,8 @@ __device__ __forceinline__ uint32_t merge_bits(uint32_t a, uint32_t mask, uint32
 }
 // Byte i of `bytes` plus `bias`, as the exponent of a pair of BF16 powers of two.
 __device__ __forceinline__ uint32_t bf16_scale(uint32_t bytes, int i, uint32_t bias) {
-  const auto selector = static_cast<uint32_t>(0x0404 + i * 0x1010);  // (0, i, 0, i)
-  return __byte_perm(bytes + bias * 0x01010101u, 0, selector) >> 1;
+  const auto selector = static_cast<uint32_t>(0x4040 + i * 0x0101);  // (i, 0, i, 0)
+  return (__byte_perm(bytes, 0, selector) + bias * 0x00010001u) << 7;
 }
 
 // Component i of a vector register.
@@ -196,15 +196,18 @@ struct Fp4Weights {
     rows.scale[h] = scales + row * (in / 32);
   }
   // BF16 pair of the nibbles n and n + 4 of a word, times 2^-126: sign to bit 15, magnitude to
-  // bits 8..6. A multiplication makes both copies of an isolated nibble at once.
+  // bits 8..6. A multiplication makes both copies of an isolated nibble at once; nibble 3 has its
+  // sign in place.
   template <int n>
   static __device__ __forceinline__ uint32_t nibbles(uint32_t w) {
     if constexpr (n == 0) {
       return ((w & 0x000F000Fu) * 0x1040u) & 0x81C081C0u;
     } else if constexpr (n == 1) {
       return ((w & 0x00F000F0u) * 0x0104u) & 0x81C081C0u;
+    } else if constexpr (n == 2) {
+      return (((w >> 6) & 0x003C003Cu) * 0x0410u) & 0x81C081C0u;
     } else {
-      return nibbles<n - 2>(w >> 8);
+      return merge_bits(w, 0x80008000u, (w >> 6) & 0x01C001C0u);
     }
   }
   template <int kIndex>
@@ -490,57 +493,6 @@ __device__ __forceinline__ void add_part(float (&total)[kTiles][4],
     for (int i = 0; i < 4; ++i) {
       total[n][i] += part[n][i];
     }
-  }
-}
-
-// Multiplies a tile by kTiles token tiles whose rows are in global memory. `row` has this lane's
-// input row of every token tile in W::kLayout, offset by 8 t columns and to the column where the
-// ring starts; null past the last token. end(c, part) gets the accumulators of chunk c = 0, 1, ..
-// A group's input is loaded while the group before it is multiplied.
-template <class W, int kStages, int kTiles, class End>
-__device__ __forceinline__ void run_chunks(WeightRing<W, kStages>& ring,
-                                           const uint16_t* const (&row)[kTiles],
-                                           int chunks,
-                                           const Lane& lane,
-                                           const End& end) {
-  constexpr int kPieces = kGroupPieces<W>;
-  uint4 current[kTiles][kPieces], next[kTiles][kPieces];
-  const auto load = [&](uint4(&to)[kTiles][kPieces], int column) {
-#pragma unroll
-    for (int n = 0; n < kTiles; ++n) {
-#pragma unroll
-      for (int p = 0; p < kPieces; ++p) {
-        to[n][p] = row[n] != nullptr && column < chunks * kChunk
-                       ? *reinterpret_cast<const uint4*>(row[n] + column + 32 * p)
-                       : make_uint4(0, 0, 0, 0);
-      }
-    }
-  };
-  load(current, 0);
-  int column = 0;
-#pragma unroll 1
-  for (int c = 0; c < chunks; ++c) {
-    float part[kTiles][4] = {};
-#pragma unroll 2
-    for (int step = 0; step < kChunk / W::kStep; ++step) {
-      ring.wait();
-      ring.advance();
-      unrolled<W::kGroups>([&]<int g>() {
-        column += 32 * kPieces;
-        load(next, column);
-        typename W::Raw raw;
-        ring.template read<g>(raw);
-        multiply_group<W, kTiles>(raw, [&](int n, int p) { return current[n][p]; }, lane, part);
-#pragma unroll
-        for (int n = 0; n < kTiles; ++n) {
-#pragma unroll
-          for (int p = 0; p < kPieces; ++p) {
-            current[n][p] = next[n][p];
-          }
-        }
-      });
-    }
-    end(c, part);
   }
 }
 
