@@ -38,6 +38,7 @@ struct ExpertProblem {
   // Groups of more than kFewTokens tokens: x and hidden are images (device/gemm.cuh), one after the
   // other; routed ones in the order of pair_of.
   bool wide;
+  const Bf16* x;        // [T, D]
   const Bf16* x_fp4;    // [T, D] (wide: [positions, D]) quantized, in FP4 order
   const Bf16* x_fp8;    // [T, D] quantized, in FP8 order
   Bf16* hidden_routed;  // [T k, F] (wide: [positions, F]) quantized, in FP4 order
@@ -136,10 +137,13 @@ __device__ __forceinline__ void store_hidden(
   *to = from_float<Bf16>(h);
 }
 
+constexpr int64_t kDirectTokens = 2;
 constexpr int kFewTokens = 2 * kTokenTile;
 
 // The two products for groups of at most kFewTokens tokens, and for groups of at most 32 or 128.
 Status experts_few(const OpContext& ctx, const ExpertProblem& p, int64_t groups);
 Status experts_many(const OpContext& ctx, const ExpertProblem& p, int64_t groups);
+bool experts_direct_supports(const ExpertProblem& p);
+Status experts_direct(const OpContext& ctx, const ExpertProblem& p);
 
 }  // namespace cachalot::ops::cuda

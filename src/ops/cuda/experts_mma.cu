@@ -1,5 +1,6 @@
 // Routed (FP4) and shared (FP8) experts on tensor cores, for BF16 inputs: routing, and the sum of
-// the experts' outputs. The products are in experts_few.cu and experts_many.cu.
+// the experts' outputs. The products are in experts_few.cu and experts_many.cu; experts_direct.cu
+// does all of it for one or two tokens.
 //
 //   y = round(sum over slots, ascending, of round(w2 hidden) + round(shared))
 //
@@ -28,7 +29,6 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kRouteThreads = 1024;
 constexpr int kMaxExperts = 2048;
-constexpr int64_t kDirectTokens = 2;  // up to here every pair is a group of its own
 
 // One block: sorts the pairs by expert. An expert's groups have one size, so that none is nearly
 // empty, and begin at whole token tiles; what lies between is -1. The order inside an expert does
@@ -239,6 +239,7 @@ Status experts_mma(OpContext& ctx, const ExpertsArgs& args) {
                         .group_count = group_count,
                         .group_tokens = static_cast<int>(tokens),
                         .wide = wide,
+                        .x = static_cast<const Bf16*>(args.x.data),
                         .x_fp4 = x_fp4,
                         .x_fp8 = x_fp8,
                         .hidden_routed = scratch.array<Bf16>(routed_rows * f),
@@ -248,6 +249,9 @@ Status experts_mma(OpContext& ctx, const ExpertsArgs& args) {
                         .y = static_cast<Bf16*>(args.y.data)};
   CACHALOT_RETURN_IF_ERROR(scratch.status("experts"));
 
+  if (experts_direct_supports(p)) {
+    return experts_direct(ctx, p);
+  }
   if (!direct) {
     CACHALOT_RETURN_IF_ERROR(launch(ctx,
                                     "experts_route",
