@@ -268,6 +268,10 @@ TEST_F(CudaLinear, Experts) {
       {DType::kBF16, 9, 2, 512, 256, 6, kFp4Row, kFp8Block, true},
       {DType::kBF16, 33, 3, 256, 512, 4, kFp4Row, kFp8Block, true},
       {DType::kBF16, 70, 2, 256, 256, 4, kFp4Row, kFp8Block, false},
+      {DType::kBF16, 40, 2, 512, 256, 8, kFp4Row, kFp8Block, true},
+      {DType::kBF16, 120, 3, 512, 768, 4, kFp4Row, kFp8Block, true},
+      // More tiles than multiprocessors.
+      {DType::kBF16, 330, 3, 256, 512, 24, kFp4Row, kFp8Block, true},
       // Element by element.
       {DType::kBF16, 5, 2, 96, 64, 4, kFp4Row, kFp8Block, true},
       {DType::kF32, 4, 2, 256, 256, 4, kFp4Row, kFp8Block, true},
@@ -285,6 +289,32 @@ TEST_F(CudaLinear, Experts) {
       Side side(Side::Kind::kCuda);
       const Buffer few = run_experts(side, in, c.t - count, count);
       EXPECT_EQ(row_bytes(few, count - 1), row_bytes(both.got, c.t - 1)) << count;
+    }
+  }
+}
+
+// Groups of every width, alone or beside experts without tokens.
+TEST_F(CudaLinear, ExpertsWithAllTokensOnOne) {
+  Random random(9);
+  for (const int64_t experts : {1, 3}) {
+    for (const int64_t t : {3, 8, 9, 16, 17, 32, 33, 48, 49, 64, 65, 72, 73, 80, 81, 200}) {
+      ExpertsInput in(random,
+                      DType::kBF16,
+                      t,
+                      1,
+                      256,
+                      256,
+                      experts,
+                      WeightFormat::kFp4Row,
+                      WeightFormat::kFp8Block,
+                      true);
+      std::fill_n(ints(in.ids), t, static_cast<int32_t>(experts / 2));
+      Side side(Side::Kind::kCuda);
+      const Buffer many = run_experts(side, in, 0, t);
+      for (const int64_t row : {int64_t{0}, t / 2, t - 1}) {
+        EXPECT_EQ(row_bytes(run_experts(side, in, row, 1), 0), row_bytes(many, row))
+            << "t " << t << " row " << row;
+      }
     }
   }
 }
@@ -326,7 +356,7 @@ TEST_F(CudaLinear, ExpertsInACapturedGraph) {
                         2,
                         256,
                         256,
-                        4,
+                        7,  // as in no other test, whose table could serve here
                         WeightFormat::kFp4Row,
                         WeightFormat::kFp8Block,
                         true);

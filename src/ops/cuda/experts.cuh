@@ -57,25 +57,27 @@ struct ExpertTile {
   int64_t row;
 };
 
-// Blocks of the shared expert, which take longest, come first.
-__device__ __forceinline__ ExpertTile expert_tile(const ExpertProblem& p,
-                                                  int64_t row_blocks,
-                                                  int block_rows) {
-  const int64_t index = blockIdx.x / row_blocks;
-  const int64_t shared_groups = p.has_shared ? (p.tokens + p.group_tokens - 1) / p.group_tokens : 0;
+// Groups of the shared expert.
+__device__ __forceinline__ int shared_groups(const ExpertProblem& p) {
+  return p.has_shared ? (static_cast<int>(p.tokens) + p.group_tokens - 1) / p.group_tokens : 0;
+}
+
+// Rows `row` and after of group `index`. Groups of the shared expert, which take longest, come
+// first.
+__device__ __forceinline__ ExpertTile expert_rows(const ExpertProblem& p, int index, int64_t row) {
   ExpertTile tile;
-  tile.row = blockIdx.x % row_blocks * block_rows;
-  tile.shared = index < shared_groups;
+  tile.row = row;
+  tile.shared = index < shared_groups(p);
   tile.valid = true;
   if (tile.shared) {
-    const int begin = static_cast<int>(index) * p.group_tokens;
+    const int begin = index * p.group_tokens;
     tile.group = {0, begin, static_cast<int>(min(p.tokens - begin, int64_t{p.group_tokens}))};
     tile.expert = p.shared;
     return tile;
   }
-  const int64_t g = index - shared_groups;
+  const int g = index - shared_groups(p);
   if (p.pair_of == nullptr) {
-    tile.group = {p.ids[g], static_cast<int>(g), 1};
+    tile.group = {p.ids[g], g, 1};
     tile.valid = tile.group.expert >= 0 && tile.group.expert < p.experts;
   } else {
     tile.valid = g < *p.group_count;
@@ -87,6 +89,15 @@ __device__ __forceinline__ ExpertTile expert_tile(const ExpertProblem& p,
     tile.expert = p.table[tile.group.expert];
   }
   return tile;
+}
+
+// The tile of this block, where every group has `row_blocks` blocks.
+__device__ __forceinline__ ExpertTile expert_tile(const ExpertProblem& p,
+                                                  int64_t row_blocks,
+                                                  int block_rows) {
+  return expert_rows(p,
+                     static_cast<int>(blockIdx.x / row_blocks),
+                     static_cast<int64_t>(blockIdx.x % row_blocks) * block_rows);
 }
 
 // Row of token n of a tile in the [T k] (routed) or [T] (shared) arrays; -1 past the last token.
@@ -109,13 +120,34 @@ gate_up_rows(const ExpertPointers& expert, int64_t row, int64_t in, const Lane& 
   return rows;
 }
 
+// What a pair's hidden values are multiplied by.
+__device__ __forceinline__ float pair_weight(const ExpertProblem& p,
+                                             const ExpertTile& tile,
+                                             int64_t pair) {
+  return tile.shared ? 1.0f : p.weights[pair];
+}
+
+// x / (1 + e^-x), below -80 next to 0. The quotient takes the steps of an FP32 division without its
+// branch for extreme exponents, whose call would keep the compiler from overlapping wgmma.
+__device__ __forceinline__ float silu(float x) {
+  x = fmaxf(x, -80.0f);
+  const float d = 1.0f + expf(-x);
+  float y = reciprocal(d);
+  y = fmaf(fmaf(-d, y, 1.0f), y, y);
+  float q = x * y;
+  q = fmaf(fmaf(-d, q, x), y, q);
+  return fmaf(fmaf(-d, q, x), y, q);
+}
+
 // One hidden value from the sums of gate and up.
+__device__ __forceinline__ float hidden_value(float limit, float weight, float gate, float up) {
+  const float g = fminf(rounded<Bf16>(gate * kLateScale), limit);
+  const float u = clamp_abs(rounded<Bf16>(up * kLateScale), limit);
+  return rounded<Bf16>(silu(g) * u * weight);
+}
 __device__ __forceinline__ float hidden_value(
     const ExpertProblem& p, const ExpertTile& tile, int64_t pair, float gate, float up) {
-  const float g = fminf(rounded<Bf16>(gate * kLateScale), p.limit);
-  const float u = clamp_abs(rounded<Bf16>(up * kLateScale), p.limit);
-  const float weight = tile.shared ? 1.0f : p.weights[pair];
-  return rounded<Bf16>(g / (1.0f + expf(-g)) * u * weight);
+  return hidden_value(p.limit, pair_weight(p, tile, pair), gate, up);
 }
 
 // One warp: quantizes 32 hidden values of token n of a tile (lane l has column `column` + l, a

@@ -81,12 +81,31 @@ __device__ __forceinline__ uint64_t wgmma_operand(const void* b) {
 #define CACHALOT_ACC4(n) \
   CACHALOT_ACC(n), CACHALOT_ACC(n + 1), CACHALOT_ACC(n + 2), CACHALOT_ACC(n + 3)
 template <bool kAdd = true>
+__device__ __forceinline__ void wgmma_bf16(float (&d)[2][4], const uint32_t (&a)[4], uint64_t b) {
+  asm volatile(
+      "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 {"
+      "%0, %1, %2, %3, %4, %5, %6, %7"
+      "}, {%8, %9, %10, %11}, %12, %13, 1, 1, 0;"
+      : CACHALOT_ACC(0), CACHALOT_ACC(1)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(kAdd ? 1 : 0));
+}
+template <bool kAdd = true>
 __device__ __forceinline__ void wgmma_bf16(float (&d)[4][4], const uint32_t (&a)[4], uint64_t b) {
   asm volatile(
       "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {"
       "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
       "}, {%16, %17, %18, %19}, %20, %21, 1, 1, 0;"
       : CACHALOT_ACC4(0)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(kAdd ? 1 : 0));
+}
+template <bool kAdd = true>
+__device__ __forceinline__ void wgmma_bf16(float (&d)[6][4], const uint32_t (&a)[4], uint64_t b) {
+  asm volatile(
+      "wgmma.mma_async.sync.aligned.m64n48k16.f32.bf16.bf16 {"
+      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, "
+      "%20, %21, %22, %23"
+      "}, {%24, %25, %26, %27}, %28, %29, 1, 1, 0;"
+      : CACHALOT_ACC4(0), CACHALOT_ACC(4), CACHALOT_ACC(5)
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(kAdd ? 1 : 0));
 }
 template <bool kAdd = true>
@@ -97,6 +116,16 @@ __device__ __forceinline__ void wgmma_bf16(float (&d)[8][4], const uint32_t (&a)
       "%18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
       "}, {%32, %33, %34, %35}, %36, %37, 1, 1, 0;"
       : CACHALOT_ACC4(0), CACHALOT_ACC4(4)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(kAdd ? 1 : 0));
+}
+template <bool kAdd = true>
+__device__ __forceinline__ void wgmma_bf16(float (&d)[9][4], const uint32_t (&a)[4], uint64_t b) {
+  asm volatile(
+      "wgmma.mma_async.sync.aligned.m64n72k16.f32.bf16.bf16 {"
+      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, "
+      "%20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35"
+      "}, {%36, %37, %38, %39}, %40, %41, 1, 1, 0;"
+      : CACHALOT_ACC4(0), CACHALOT_ACC4(4), CACHALOT_ACC(8)
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(kAdd ? 1 : 0));
 }
 template <bool kAdd = true>
@@ -244,6 +273,12 @@ __device__ __forceinline__ void barrier_arrive(uint64_t* barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier))
                : "memory");
 }
+// One of the barrier's arrivals, as soon as the copies that this thread has started (copy_async)
+// are done.
+__device__ __forceinline__ void barrier_arrive_after_copies(uint64_t* barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(barrier))
+               : "memory");
+}
 // Arrives and announces `bytes` more.
 __device__ __forceinline__ void barrier_arrive_expect(uint64_t* barrier, int bytes) {
   asm volatile(
@@ -304,6 +339,13 @@ __device__ __forceinline__ uint32_t mul_bf16x2(uint32_t a, uint32_t b) {
   uint32_t d;
   asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
   return d;
+}
+
+// 1 / x to within the last bit, for x and 1 / x that are not subnormal.
+__device__ __forceinline__ float reciprocal(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
 }
 
 // BF16 bits of a float, to nearest even.

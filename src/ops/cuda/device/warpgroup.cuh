@@ -21,6 +21,11 @@ __device__ __forceinline__ void lower_registers() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
+// This thread's warp in the block, in a form that the compiler knows to be the same in all lanes.
+__device__ __forceinline__ int uniform_warp() {
+  return __shfl_sync(0xFFFFFFFFu, static_cast<int>(threadIdx.x) / 32, 0);
+}
+
 // A barrier of `threads` threads, whole warps. Number 0 is that of __syncthreads().
 __device__ __forceinline__ void group_barrier(int number, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");

@@ -8,9 +8,9 @@
 // accumulator that starts at zero, then the chunks in ascending order. So a row's result does not
 // depend on how many rows there are, on who else works on it, or on which kernel ran.
 //
-// Weights travel through a ring of stages in shared memory, filled by cp.async. A lane copies
-// exactly the bytes that it will read, so the ring needs no barrier: waiting for one's own copies
-// is enough.
+// Weights travel through stages in shared memory, filled by cp.async. Where a lane copies exactly
+// the bytes that it will read (WeightRing), no barrier is needed: waiting for one's own copies is
+// enough.
 //
 // FP8 and FP4 codes become BF16 by bit placement: the code's magnitude bits at the right place are
 // the value times 2^-120 (E4M3) or 2^-126 (E2M1), subnormals included, and one BF16 multiplication
@@ -346,6 +346,47 @@ __device__ __forceinline__ void seek(TileRows& rows, int k) {
   }
 }
 
+// One step of a warp's tile in shared memory: a lane copies exactly the bytes that it, or the same
+// lane of another warp, will read.
+template <class W>
+struct WeightStage {
+  static constexpr int kScaleBytes = W::kStep / 32;  // of one row
+  static constexpr int kBytes = 32 * (16 * W::kSlots + kScaleBytes * W::kScaleRows);
+
+  // Starts the copies and moves on along K.
+  static __device__ __forceinline__ void copy(uint8_t* stage, TileRows& rows) {
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+#pragma unroll
+    for (int slot = 0; slot < W::kSlots; ++slot) {
+      copy_async_stream(stage + slot * 512 + lane * 16,
+                        rows.value[slot % 2] + slot / 2 * W::kGroupBytes);
+    }
+#pragma unroll
+    for (int i = 0; i < W::kScaleRows; ++i) {
+      copy_async_small<kScaleBytes>(
+          stage + W::kSlots * 512 + i * (32 * kScaleBytes) + lane * kScaleBytes, rows.scale[i]);
+    }
+    seek<W>(rows, W::kStep);
+  }
+  template <int kGroup>
+  static __device__ __forceinline__ void read(const uint8_t* stage, typename W::Raw& raw) {
+    constexpr int kGroupSlots = W::kSlots / W::kGroups;
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+#pragma unroll
+    for (int i = 0; i < kGroupSlots; ++i) {
+      raw.v[i] =
+          *reinterpret_cast<const uint4*>(stage + (kGroup * kGroupSlots + i) * 512 + lane * 16);
+    }
+    if constexpr (W::kScaleRows > 0) {
+      const uint8_t* scales = stage + W::kSlots * 512 + lane * kScaleBytes + kGroup * 4;
+#pragma unroll
+      for (int i = 0; i < W::kScaleRows; ++i) {
+        raw.scale[i] = *reinterpret_cast<const uint32_t*>(scales + i * (32 * kScaleBytes));
+      }
+    }
+  }
+};
+
 // What follows a ring's tile: nothing.
 struct NoMoreRows {
   __device__ __forceinline__ int operator()(TileRows&) const { return 0; }
@@ -356,9 +397,7 @@ struct NoMoreRows {
 template <class W, int kStages, class More = NoMoreRows>
 class WeightRing {
  public:
-  static constexpr int kScaleBytes = W::kStep / 32;  // of one row in a stage
-  static constexpr int kStageBytes = 32 * (16 * W::kSlots + kScaleBytes * W::kScaleRows);
-  static constexpr int kBytes = kStages * kStageBytes;
+  static constexpr int kBytes = kStages * WeightStage<W>::kBytes;
 
   // `memory` is the warp's, kBytes long. Starts the first stages of the next `steps` steps of
   // `rows`.
@@ -383,21 +422,7 @@ class WeightRing {
   }
   template <int kGroup>
   __device__ __forceinline__ void read(typename W::Raw& raw) const {
-    constexpr int kGroupSlots = W::kSlots / W::kGroups;
-    const int lane = static_cast<int>(threadIdx.x) % 32;
-    const uint8_t* from = memory_ + stage_ * kStageBytes;
-#pragma unroll
-    for (int i = 0; i < kGroupSlots; ++i) {
-      raw.v[i] =
-          *reinterpret_cast<const uint4*>(from + (kGroup * kGroupSlots + i) * 512 + lane * 16);
-    }
-    if constexpr (W::kScaleRows > 0) {
-      const uint8_t* scales = from + W::kSlots * 512 + lane * kScaleBytes + kGroup * 4;
-#pragma unroll
-      for (int i = 0; i < W::kScaleRows; ++i) {
-        raw.scale[i] = *reinterpret_cast<const uint32_t*>(scales + i * (32 * kScaleBytes));
-      }
-    }
+    WeightStage<W>::template read<kGroup>(memory_ + stage_ * WeightStage<W>::kBytes, raw);
   }
 
  private:
@@ -406,19 +431,7 @@ class WeightRing {
       left_ = more_(rows_);
     }
     if (left_ > 0) {
-      const int lane = static_cast<int>(threadIdx.x) % 32;
-      uint8_t* to = memory_ + stage * kStageBytes;
-#pragma unroll
-      for (int slot = 0; slot < W::kSlots; ++slot) {
-        copy_async_stream(to + slot * 512 + lane * 16,
-                          rows_.value[slot % 2] + slot / 2 * W::kGroupBytes);
-      }
-#pragma unroll
-      for (int i = 0; i < W::kScaleRows; ++i) {
-        copy_async_small<kScaleBytes>(
-            to + W::kSlots * 512 + i * (32 * kScaleBytes) + lane * kScaleBytes, rows_.scale[i]);
-      }
-      seek<W>(rows_, W::kStep);
+      WeightStage<W>::copy(memory_ + stage * WeightStage<W>::kBytes, rows_);
       --left_;
     }
     copy_async_commit();
