@@ -95,8 +95,11 @@ TEST_F(CudaLinear, ManyTokensGiveTheBitsOfFew) {
   const Case cases[] = {{256, 2600, 1, 25},
                         {512, 2600, 1, 40},
                         {256, 17000, 1, 50},
+                        {768, 8500, 1, 60},
+                        {512, 8500, 1, 20},
                         {512, 33, 1, 300},
                         {256, 2048, 2, 300},
+                        {1280, 2048, 1, 300},
                         {512, 8192, 8, 290},
                         {1280, 4968, 1, 400}};
   constexpr int64_t kFew = 8, kStep = 3 * kFew;  // which takes every tile of eight tokens in turn

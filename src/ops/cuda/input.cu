@@ -12,6 +12,7 @@ namespace cachalot::ops::cuda {
 namespace {
 
 constexpr int kThreads = 128;
+constexpr int kImageRows = 4;  // of a warp, loaded together; divides kTokenTile, so of one tile
 
 template <InputLayout kLayout, bool kQuantize>
 __global__ void __launch_bounds__(kThreads)
@@ -48,29 +49,46 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// x [rows, width] in column groups of `in`: the images of a group's tiles follow each other.
+// x [rows, width] in column groups of `in`: the images of a group's tiles follow each other. A warp
+// takes chunk blockIdx.x of kImageRows rows.
 template <InputLayout kLayout, bool kQuantize>
 __global__ void __launch_bounds__(kThreads)
-    image_kernel(const Bf16* x, int64_t rows, int64_t width, int64_t in, int tile, Bf16* out) {
+    image_kernel(const Bf16* x, int rows, int width, int in, int tile, Bf16* out) {
   wait_for_previous_kernels();
   allow_next_kernel();
-  const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
-  if (i >= rows * width / 8) {
+  const unsigned chunk = blockIdx.x, chunks = static_cast<unsigned>(in) / kChunk;
+  const int lane = static_cast<int>(threadIdx.x) % kWarp;
+  const int row =
+      static_cast<int>(blockIdx.y * (kThreads / kWarp) + threadIdx.x / kWarp) * kImageRows;
+  const int count = min(rows - row, kImageRows);
+  if (count <= 0) {
     return;
   }
-  float v[8];
-  load_elements<8>(x + i * 8, v);
-  if constexpr (kQuantize) {
-    quantize_piece(v);
+  const Bf16* from = x + static_cast<int64_t>(row) * width + chunk * kChunk + lane * 8;
+  uint4 raw[kImageRows];
+#pragma unroll
+  for (int r = 0; r < kImageRows; ++r) {
+    if (r < count) {
+      raw[r] = *reinterpret_cast<const uint4*>(from + static_cast<int64_t>(r) * width);
+    }
   }
-  const int64_t row = i / (width / 8), column = i % (width / 8) * 8;
-  const int64_t first = row / tile * tile;
-  const int64_t tile_rows = image_rows(rows - first < tile ? rows - first : tile);
-  store_image<kLayout>(out + (column / in * image_rows(rows) + first) * in,
-                       tile_rows,
-                       row - first,
-                       column % in / 8,
-                       v);
+  const int first = row / tile * tile;
+  Bf16* image = out + (chunk / chunks * image_rows(rows) + first) * in;
+  const int64_t tile_rows = image_rows(min(rows - first, tile));
+#pragma unroll
+  for (int r = 0; r < kImageRows; ++r) {
+    if (r < count) {
+      float v[8];
+      load_elements<8>(reinterpret_cast<const Bf16*>(&raw[r]), v);
+      uint32_t pairs[4];
+      if constexpr (kQuantize) {
+        quantize_and_order_piece<kLayout>(v, pairs);
+      } else {
+        order_piece<kLayout>(v, pairs);
+      }
+      store_image_pairs<kLayout>(image, tile_rows, row + r - first, chunk % chunks, pairs);
+    }
+  }
 }
 
 __global__ void __launch_bounds__(kThreads)
@@ -144,18 +162,19 @@ Status prepare_image(const OpContext& ctx,
                      bool quantize,
                      Bf16* out) {
   return with_form(layout, quantize, [&]<InputLayout kLayout, bool kQuantize>() {
-    return launch(ctx,
-                  "prepare_image",
-                  image_kernel<kLayout, kQuantize>,
-                  grid(rows * width / 8),
-                  kThreads,
-                  0,
-                  x,
-                  rows,
-                  width,
-                  in,
-                  tile,
-                  out);
+    return launch(
+        ctx,
+        "prepare_image",
+        image_kernel<kLayout, kQuantize>,
+        dim3(extent(width / kChunk), extent(ceil_div(rows, kThreads / kWarp * kImageRows))),
+        kThreads,
+        0,
+        x,
+        static_cast<int>(rows),
+        static_cast<int>(width),
+        static_cast<int>(in),
+        tile,
+        out);
   });
 }
 

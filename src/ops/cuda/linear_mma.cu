@@ -38,9 +38,8 @@ constexpr int kMaxSharing = 20;        // warps that share a tile
 constexpr int kMaxSharingTokens = 10;  // with several token tiles, which fill the device themselves
 constexpr int kMostWarps = 16 * kMultiprocessors;
 // linear_many() reads weights once for all tokens, few_kernel once for 8, but from many more warps:
-// up to this many tokens, few blocks of linear_many() are too few.
-constexpr int64_t kFewBlocks = 20;
-constexpr int64_t kFewBlocksTokens = 256;
+// up to this product of tokens and blocks of 128 rows it is the faster one.
+constexpr int64_t kFewBlockTokens = 256;
 constexpr int kStages = 4;
 constexpr int kTokenPad = 20;  // floats per token in shared memory: 16 rows without bank conflicts
 constexpr int kRawAhead = 8;   // chunks of raw input under way together
@@ -271,9 +270,8 @@ Status run_format(OpContext& ctx,
           whole_groups && (args.groups == 1 || w.out / args.groups % (kGemmWarps * kTileRows) == 0);
     }
     // A block of linear_many() lies in one group.
-    const int64_t blocks = ceil_div(p.tiles, kGemmWarps) * ceil_div(tokens, int64_t{64});
     const bool few = tokens <= kTokenTile || !whole_groups ||
-                     (blocks < kFewBlocks && tokens <= kFewBlocksTokens);
+                     ceil_div(p.tiles, kGemmWarps) * tokens <= kFewBlockTokens;
     const Path path = takes_raw(format, p) ? Path::kRaw : few ? Path::kFew : Path::kMany;
     if (path == Path::kMany ||
         (path == Path::kFew && (layout != InputLayout::kNatural || quantize))) {
@@ -287,7 +285,7 @@ Status run_format(OpContext& ctx,
                                               tokens,
                                               width,
                                               in,
-                                              many_tokens(format, tokens),
+                                              many_tokens(format, p.tiles, tokens),
                                               layout,
                                               quantize,
                                               prepared)

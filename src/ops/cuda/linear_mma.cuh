@@ -60,7 +60,7 @@ __device__ __forceinline__ void store_y(const LinearPart& to,
 
 // The product for many tokens; whole blocks of rows lie in one group.
 Status linear_many(const OpContext& ctx, WeightFormat format, const LinearProblem& p);
-// Tokens of a tile of it.
-int many_tokens(WeightFormat format, int64_t tokens);
+// Tokens of a tile of it, for a problem of so many tiles of rows.
+int many_tokens(WeightFormat format, int64_t tiles, int64_t tokens);
 
 }  // namespace cachalot::ops::cuda

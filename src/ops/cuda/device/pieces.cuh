@@ -87,18 +87,36 @@ __device__ __forceinline__ void store_piece(Bf16* out, int64_t i, const float (&
 template <InputLayout kLayout>
 __device__ __forceinline__ void store_image(
     Bf16* image, int64_t rows, int64_t row, int64_t i, const float (&v)[8]) {
-  float ordered[8];
-#pragma unroll
-  for (int e = 0; e < 8; ++e) {
-    ordered[layout_slot(kLayout, e)] = v[e];
-  }
-  const int piece = layout_piece(kLayout, static_cast<int>(i % 32));
-#pragma unroll
-  for (int e = 0; e < 8; e += 2) {
-    const int64_t place = i / 32 * kChunk + wide_place(piece * 8 + e);
-    *reinterpret_cast<uint32_t*>(image + image_place(rows, row, place)) =
-        bf16_pair(ordered[e], ordered[e + 1]);
-  }
+  uint32_t pairs[4];
+  order_piece<kLayout>(v, pairs);
+  store_image_pairs<kLayout>(image, rows, row, i / 32, pairs);
+}
+
+// Stores the ordered pairs of chunk `chunk` of row `row` in the image of a tile of `rows` rows
+// (device/gemm.cuh), by a whole warp: lane l has columns 8 l .. 8 l + 7 of the chunk. The four
+// lanes whose columns share 16-byte pieces of the image exchange pairs, so that each stores one of
+// them.
+template <InputLayout kLayout>
+__device__ __forceinline__ void store_image_pairs(
+    Bf16* image, int64_t rows, int64_t row, int64_t chunk, uint32_t (&pairs)[4]) {
+  constexpr int kApart = kLayout == InputLayout::kFp8 ? 2 : kLayout == InputLayout::kFp4 ? 4 : 1;
+  static_assert(layout_piece(kLayout, kApart) == 1 && layout_piece(kLayout, 2 * kApart) == 2);
+  const int lane = static_cast<int>(threadIdx.x) % kWarp;
+  // Pair i of lane t goes to pair t of lane i.
+  const auto exchange = [&](int apart, uint32_t& low, uint32_t& high) {
+    const bool upper = (lane & apart) != 0;
+    const uint32_t other = __shfl_xor_sync(kAllLanes, upper ? low : high, apart);
+    low = upper ? other : low;
+    high = upper ? high : other;
+  };
+  exchange(kApart, pairs[0], pairs[1]);
+  exchange(kApart, pairs[2], pairs[3]);
+  exchange(2 * kApart, pairs[0], pairs[2]);
+  exchange(2 * kApart, pairs[1], pairs[3]);
+  const int piece = layout_piece(kLayout, lane);
+  const int64_t place = chunk * kChunk + piece / 4 * 32 + piece % 4 * 8;
+  *reinterpret_cast<uint4*>(image + image_place(rows, row, place)) =
+      make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
 }
 
 }  // namespace cachalot::ops::cuda

@@ -30,6 +30,10 @@ __device__ __forceinline__ int uniform_warp() {
 __device__ __forceinline__ void group_barrier(int number, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
 }
+// Counts this thread's warp as there, without waiting.
+__device__ __forceinline__ void group_barrier_arrive(int number, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(number), "r"(threads) : "memory");
+}
 
 // Brings the line of an address from memory to L2.
 __device__ __forceinline__ void prefetch_to_l2(const void* address) {
