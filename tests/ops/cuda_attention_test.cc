@@ -422,6 +422,8 @@ std::vector<AttendCase> attend_cases() {
        128,
        260},
       {{{.start = 1100, .rows = 1}}, 16, 512, 32, 512, 128, 1110},
+      // More keys than a cluster takes.
+      {{{.start = 1400, .rows = 1}}, 16, 512, 32, 600, 128, 1410},
   };
 }
 
@@ -457,10 +459,11 @@ TEST_F(CudaAttention, DraftBlocks) {
   }
 }
 
-// One, two and four blocks per token (many tokens, fewer, few) give the same bits.
+// One block per token, clusters for 32 heads and clusters for 16 give the same bits, with as many
+// keys as a cluster takes and with fewer.
 TEST_F(CudaAttention, AttendIsBatchInvariant) {
-  constexpr int64_t kHeads = 64, kDim = 512, kHalf = 32, kWidth = 300, kWindow = 100, kEnd = 400;
-  constexpr int64_t kRows = 90;
+  constexpr int64_t kHeads = 64, kDim = 512, kHalf = 32, kWidth = 512, kWindow = 128, kEnd = 1100;
+  constexpr int64_t kRows = 140;
   const auto input = [&](int64_t rows, uint64_t seed) {
     Random random(seed);
     return AttendInput(random,
@@ -477,7 +480,7 @@ TEST_F(CudaAttention, AttendIsBatchInvariant) {
     AttendInput many = input(kRows, 21);
     Side side(Side::Kind::kCuda);
     const Buffer all = run_attend(side, many, with_main);
-    for (const int64_t rows : {int64_t{50}, int64_t{3}, int64_t{1}}) {
+    for (const int64_t rows : {int64_t{7}, int64_t{6}, int64_t{3}, int64_t{1}}) {
       // The last rows alone: the rows before them come from the ring.
       AttendInput few = input(rows, 22);
       std::fill(few.pages.memory().begin(), few.pages.memory().end(), uint8_t{0xFF});

@@ -36,6 +36,10 @@ struct AttendProblem {
 
 AttendProblem attend_problem(const AttendArgs& args);
 
+// At most this many keys of a token fit attend_few.
+int64_t attend_few_keys(const AttendProblem& a);
+Status attend_few(const OpContext& ctx, const AttendProblem& a, int head_rows);
+
 // The keys of one query: first the visible window positions, then the selected entries.
 struct QueryKeys {
   int64_t first_position;  // of the window part
@@ -75,7 +79,8 @@ __device__ __forceinline__ const uint8_t* window_row(const AttendProblem& a,
   const int64_t position = keys.first_position + i, start = a.start[sequence];
   return position >= start
              ? a.fresh + (a.row_begin[sequence] + position - start) * a.window_row_bytes
-             : a.rings[sequence] + position % a.window * a.window_row_bytes;
+             : a.rings[sequence] + static_cast<uint32_t>(position) %
+                                       static_cast<uint32_t>(a.window) * a.window_row_bytes;
 }
 
 // Where key i of a query lies; `is_window` tells its format.

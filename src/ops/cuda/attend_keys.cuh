@@ -2,26 +2,18 @@
 // cache rows to BF16 keys.
 #pragma once
 
-#include "ops/cuda/attend.cuh"
-#include "ops/cuda/device/cluster.cuh"
-#include "ops/cuda/device/reduce.cuh"
-#include "ops/cuda/device/warpgroup.cuh"
-#include "ops/cuda/device/weights.cuh"
+#include "ops/cuda/attend_tiles.cuh"
 
 namespace cachalot::ops::cuda::attention {
 
-constexpr int kDim = 512;
-constexpr int kHeads = 64;              // rows of a product
-constexpr int kGroup = 128;             // threads of a warpgroup
-constexpr int kOthers = 3 * kGroup;     // threads of scores and of two groups of values
-constexpr int kTile = kKeyBlock * 128;  // bytes of 64 rows of 64 BF16
-constexpr int kTiles = kDim / 64;       // of a row
-constexpr float kLog2e = 1.4426950408889634f;
-constexpr float kCacheScale = 128.0f;  // both row kinds unpack to 2^-7 of their value
-static_assert(kKeyBlock == 64 && kHeads == 64);
+constexpr int kOthers = 3 * kGroup;  // threads of scores and of two groups of values
 
-// Barriers of kOthers threads, and of the group of scores.
-constexpr int kQueriesReady = 1, kQueriesRenewed = 2, kScoresStored = 3;
+constexpr int kUnpackers = 4;  // warps
+constexpr int kThreads = kOthers + kUnpackers * 32;
+constexpr int kStages = 2;  // blocks of keys under way
+
+// Barrier of the group of scores.
+constexpr int kQueriesReady = 1;
 
 // Where the rows of a token's keys lie.
 struct RowPlaces {
@@ -29,90 +21,28 @@ struct RowPlaces {
   const uint8_t* fresh;
   const int32_t* selected;  // of the token, moved so that an index of a key is one of it
   uint8_t* const* pages;
-  uint32_t page_rows, row_bytes;
+  uint32_t page_rows, inverse;  // 2^32 / page_rows, rounded down
+  uint32_t row_bytes;
   uint32_t window, window_bytes;
   int first, start;  // positions: of the first window key, of the step
 };
 
-// Columns of the keys that other blocks of the cluster score.
-template <int kBlocks>
-struct OtherValues {
-  static constexpr int kStages = kBlocks / 2;
-  uint8_t v[kStages][kTiles / kBlocks][kTile];  // [columns / 64][keys][64] bf16, swizzled
-  uint64_t unpacked[kStages], consumed[kStages];
-  float best[2][kBlocks][kHeads];  // of one block of keys
-  uint64_t best_known, scores_freed;
-};
-template <>
-struct OtherValues<1> {};
-
-template <int kBlocks>
 struct Shared {
-  static constexpr int kUnpackers = kBlocks == 1 ? 4 : 8;  // warps
-  static constexpr int kThreads = kOthers + kUnpackers * 32;
-  static constexpr int kKeyStages = kBlocks == 1 ? 2 : 1;
-  static constexpr int kScoreStages = kBlocks == 1 ? 2 : kBlocks;
-  uint8_t q[kTiles][kTile];              // [512 / 64][heads][64] bf16, swizzled
-  uint8_t k[kKeyStages][kTiles][kTile];  // [512 / 64][keys][64] bf16, swizzled
-  uint8_t p[kScoreStages][kTile];        // [heads][keys] bf16, swizzled
-  OtherValues<kBlocks> other;
-  RowPlaces places[kUnpackers];                 // every warp's own copy
-  alignas(16) float sum[kScoreStages][kHeads];  // 16: bulk copies
-  float rescale[2][kBlocks][kHeads];
+  uint8_t q[kTiles][kTile];             // [512 / 64][heads][64] bf16, swizzled
+  uint8_t k[kStages][kTiles][kTile];    // [512 / 64][keys][64] bf16, swizzled
+  uint8_t p[kStages][kTile];            // [heads][keys] bf16, swizzled
+  uint8_t output[2 * kGroup / 32][kOutputBuffer];  // of the warps of values
+  float sum[kStages][kHeads], rescale[kStages][kHeads];
   // Of the token that a block works on and of the next one.
-  int keys[2];
+  QueryKeys keys[2];
+  RowPlaces places[2];
   float best[2][kHeads];
   uint64_t announced[2], summed[2], finished[2];
-  uint64_t unpacked[kKeyStages], consumed[kKeyStages], scored[kScoreStages];
+  uint64_t unpacked[kStages], consumed[kStages], scored[kStages];
 };
-
-// Block of keys that a block unpacks in step `step`: of every round of kBlocks blocks of keys first
-// its own, whose scores it computes, then the others in ascending order.
-template <int kBlocks>
-__device__ __forceinline__ int key_block(int step, int rank) {
-  const int other = step % kBlocks - 1;
-  return step / kBlocks * kBlocks + (other < 0 ? rank : other < rank ? other : other + 1);
-}
-
-// Byte of 16-byte piece `piece` of row `row` in a tile.
-__device__ __forceinline__ int tile_place(int row, int piece) {
-  return row * 128 + (piece ^ row % 8) * 16;
-}
-
-// 2^x; results below 2^-126 are zero.
-__device__ __forceinline__ float exp2_flushed(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
 
 // Unpacking
 // -------------------------------------------------------------------------------------------
-
-// BF16 pairs (i, i + 4) of eight E4M3 codes; the multiplier is 2^113 times the scale.
-__device__ __forceinline__ uint4 unpack_window(uint32_t low, uint32_t high, uint32_t multiplier) {
-  const auto pair = [&](uint32_t selector) {
-    const uint32_t w = __byte_perm(low, high, selector);  // the codes in bytes 1 and 3
-    return mul_bf16x2(merge_bits(w, 0x80008000u, (w >> 4) & 0x07F007F0u), multiplier);
-  };
-  return make_uint4(pair(0x4404), pair(0x5515), pair(0x6626), pair(0x7737));
-}
-// The same of eight E2M1 codes; the multiplier is 2^119 times the scale.
-__device__ __forceinline__ uint4 unpack_main(uint32_t codes, uint32_t multiplier) {
-  return make_uint4(mul_bf16x2(Fp4Weights::nibbles<0>(codes), multiplier),
-                    mul_bf16x2(Fp4Weights::nibbles<1>(codes), multiplier),
-                    mul_bf16x2(Fp4Weights::nibbles<2>(codes), multiplier),
-                    mul_bf16x2(Fp4Weights::nibbles<3>(codes), multiplier));
-}
-// Multipliers of two E4M3 scales. Their magnitude bits, placed, are the value times 2^-120.
-__device__ __forceinline__ uint32_t main_multipliers(uint32_t scales) {
-  constexpr uint32_t k2To120 = 0x7B807B80u, k2To119 = 0x7B007B00u;
-  const uint32_t spread = __byte_perm(scales, 0, 0x4140);
-  const uint32_t magnitude = spread & 0x007F007Fu;
-  const uint32_t placed = merge_bits(spread << 8, 0x80008000u, magnitude << 4);
-  const uint32_t nan = ((magnitude + 0x00010001u) & 0x00800080u) / 0x80u * 0x7FC0u;
-  return mul_bf16x2(mul_bf16x2(placed, k2To120), k2To119) | nan;
-}
 
 // The keys of a token, counted by one warp.
 __device__ __forceinline__ QueryKeys count_keys(const AttendProblem& a, int64_t token) {
@@ -144,234 +74,206 @@ __device__ __forceinline__ void find_places(const AttendProblem& a,
     places.selected = a.selected + token * a.width - keys.window_keys;
     places.pages = a.main[s].pages;
     places.page_rows = static_cast<uint32_t>(a.main[s].page_rows);
+    places.inverse = 0xFFFFFFFFu / places.page_rows;
     places.row_bytes = static_cast<uint32_t>(a.main[s].row_bytes);
   }
 }
 
-// The rows of one lane of an unpacking warp, kParts per step and eight keys apart. A row is found
-// in two loads, its entry and its page, and each begins one row ahead of its use.
-template <int kBlocks, int kParts>
+// Where a lane's row of every block of keys lies. A row is found in two loads, its entry and its
+// page, and each begins one block ahead of its use.
 class RowStream {
  public:
-  __device__ __forceinline__
-  RowStream(const RowPlaces& places, int window_keys, int keys, int rank, int row)
-      : places_(places), window_keys_(window_keys), keys_(keys), rank_(rank), in_block_(row) {
+  __device__ __forceinline__ RowStream(const RowPlaces& places, const QueryKeys& keys, int row)
+      : places_(places), keys_(keys), next_key_(row) {
     find_entry();
     find_page();
     find_entry();
   }
 
-  // The next row; null past the last key.
-  __device__ __forceinline__ const uint8_t* next(bool& is_window) {
-    const uint8_t* row = page_ == nullptr ? nullptr : page_ + offset_;
-    is_window = is_window_;
+  // The row of a block of keys; any row past the last key.
+  __device__ __forceinline__ const uint8_t* row() const { return page_ + offset_; }
+  __device__ __forceinline__ void advance() {
     find_page();
     find_entry();
-    return row;
   }
 
  private:
   __device__ __forceinline__ void find_entry() {
-    key_ = key_block<kBlocks>(row_ / kParts, rank_) * kKeyBlock + row_ % kParts * 8 + in_block_;
-    ++row_;
-    if (key_ >= window_keys_ && key_ < keys_) {
+    key_ = next_key_;
+    next_key_ += kKeyBlock;
+    if (key_ >= keys_.window_keys && key_ < keys_.keys) {
       entry_ = static_cast<uint32_t>(places_.selected[key_]);
     }
   }
   __device__ __forceinline__ void find_page() {
-    page_ = nullptr;
-    is_window_ = key_ < window_keys_;
-    if (is_window_) {
+    page_ = places_.fresh;
+    offset_ = 0;
+    if (key_ < keys_.window_keys) {
       const int position = places_.first + key_;
       const bool fresh = position >= places_.start;
       const uint32_t row = fresh ? static_cast<uint32_t>(position - places_.start)
                                  : static_cast<uint32_t>(position) % places_.window;
       page_ = fresh ? places_.fresh : places_.ring;
       offset_ = row * places_.window_bytes;
-    } else if (key_ < keys_) {
-      const uint32_t page = entry_ / places_.page_rows;
+    } else if (key_ < keys_.keys) {
+      // The quotient or one less.
+      uint32_t page = __umulhi(entry_, places_.inverse);
+      uint32_t row = entry_ - page * places_.page_rows;
+      const bool less = row >= places_.page_rows;
+      page += less ? 1 : 0;
+      row -= less ? places_.page_rows : 0;
       page_ = places_.pages[page];
-      offset_ = (entry_ - page * places_.page_rows) * places_.row_bytes;
+      offset_ = row * places_.row_bytes;
     }
   }
 
   const RowPlaces& places_;
-  int window_keys_, keys_, rank_, in_block_;
-  int row_ = 0;
+  const QueryKeys keys_;
+  int next_key_;
   int key_ = 0;  // of entry_
   uint32_t entry_ = 0;
-  const uint8_t* page_ = nullptr;  // of the row of next()
+  const uint8_t* page_ = nullptr;  // of row()
   uint32_t offset_ = 0;
-  bool is_window_ = false;
 };
 
-// What a lane unpacks of a row in one go: up to four items, 16 bytes of codes each. The quarters of
-// a warp hold 8 keys each, lane % 8; item i of a window row is columns 64 i + 16 quarter .. + 15,
-// of a main row columns 128 i + 32 quarter .. + 31.
+// What a lane unpacks in one go: 64 bytes of codes of one of eight keys, lane % 8, whose row the
+// quarters of the warp share. They are columns 128 quarter .. + 127 of a main row, 64 quarter
+// .. + 63 of one half of a window row.
 struct RowPass {
   const uint8_t* row;
+  int key;  // of 64
   bool is_window;
   bool is_absent;  // past the last key: `row` is any, its scales count as zeros
-  int first;       // item
-  int count;       // of items
-  int tile;        // that the first item's columns go to
+  bool is_second;  // half
 };
-struct RawItem {
-  uint4 codes;
-  uint32_t scales;
+struct RawRow {
+  uint4 codes[4];
+  uint2 scales;  // of a main row the lane's, of a window row those of the half
 };
 
 // Not as read-only data: the kernel before this one may write rows after this one has started.
-__device__ __forceinline__ RawItem load_item(const RowPass& pass, int i, int quarter) {
-  const int at = pass.first + i;
-  return {__ldca(reinterpret_cast<const uint4*>(pass.row + 64 * at + 16 * quarter)),
-          __ldca(reinterpret_cast<const uint16_t*>(
-              pass.row + (pass.is_window ? kDim + 2 * at : kDim / 2 + 8 * at + 2 * quarter)))};
-}
-
-// Store a 16-byte piece at piece i behind `at`, whose swizzle is that of `at` with the bits of i
-// flipped. Eight lanes with the same columns of eight keys store at once, to different banks.
-__device__ __forceinline__ void store_piece_at(uint8_t* to, int at, int i, const uint4& v) {
-  *reinterpret_cast<uint4*>(to + (at ^ 16 * i)) = v;
-}
-__device__ __forceinline__ void unpack_window_item(
-    const RawItem& item, const RowPass& pass, int i, int key, int quarter, uint8_t* to) {
-  const uint32_t byte = item.scales >> (quarter / 2 * 8) & 0xFFu;
-  const uint32_t multiplier = byte == 255u ? 0x7FC07FC0u : ((byte + 113u) << 7) * 0x00010001u;
-  const int at = (pass.tile + i) * kTile + tile_place(key, 2 * quarter);
-  store_piece_at(to, at, 0, unpack_window(item.codes.x, item.codes.y, multiplier));
-  store_piece_at(to, at, 1, unpack_window(item.codes.z, item.codes.w, multiplier));
-}
-__device__ __forceinline__ void unpack_main_item(
-    const RawItem& item, const RowPass& pass, int i, int key, int quarter, uint8_t* to) {
-  const uint32_t multipliers = main_multipliers(pass.is_absent ? 0u : item.scales);
-  const uint32_t low = __byte_perm(multipliers, 0, 0x1010);
-  const uint32_t high = __byte_perm(multipliers, 0, 0x3232);
-  const int at = (pass.tile + 2 * i + quarter / 2) * kTile + tile_place(key, quarter % 2 * 4);
-  store_piece_at(to, at, 0, unpack_main(item.codes.x, low));
-  store_piece_at(to, at, 1, unpack_main(item.codes.y, low));
-  store_piece_at(to, at, 2, unpack_main(item.codes.z, high));
-  store_piece_at(to, at, 3, unpack_main(item.codes.w, high));
-}
-
-// Unpacks what this block multiplies. A warp has eight or sixteen keys of every block of keys. The
-// loads of a pass begin one pass ahead.
-template <int kBlocks>
-__device__ __forceinline__ void unpack_blocks(const QueryKeys& keys,
-                                              const RowPlaces& places,
-                                              int rank,
-                                              int& own_blocks,
-                                              Shared<kBlocks>& shared) {
-  constexpr int kKeyStages = Shared<kBlocks>::kKeyStages;
-  constexpr int kParts = kKeyBlock / 8 / Shared<kBlocks>::kUnpackers;
-  const int warp = static_cast<int>(threadIdx.x - kOthers) / 32;
-  const int lane = static_cast<int>(threadIdx.x) % 32, quarter = lane / 8;
-  const int key = 8 * kParts * warp + lane % 8;
-  const int blocks = (keys.keys + kKeyBlock - 1) / kKeyBlock;
-  const int steps = (blocks + kBlocks - 1) / kBlocks * kBlocks;
-  RowStream<kBlocks, kParts> rows(places, keys.window_keys, keys.keys, rank, key);
-  RowPass next{};
-  bool second = false;  // `next` is the rest of a row of this block's own keys
-  bool again = false;   // and has a rest itself
-  const auto prepare = [&](int part) {
-    if (!second) {
-      next.row = rows.next(next.is_window);
-      next.is_absent = next.row == nullptr;
-      next.row = next.is_absent ? places.fresh : next.row;
-    }
-    const int step = part / kParts;
-    const bool exists = key_block<kBlocks>(step, rank) < blocks;
-    if (kBlocks == 1 || step % kBlocks == 0) {
-      next.first = next.is_window && second ? 4 : 0;
-      next.count = exists && (next.is_window || !second) ? 4 : 0;
-      next.tile = next.first;
-      again = !second && __any_sync(kAllLanes, next.is_window);
-    } else {
-      next.count = exists ? (next.is_window ? 8 : 4) / kBlocks : 0;
-      next.first = rank * next.count;
-      next.tile = 0;
-      again = false;
-    }
-  };
-  RawItem items[4];
-  prepare(0);
+__device__ __forceinline__ void load_row(const RowPass& pass, int quarter, RawRow& raw) {
+  const bool upper = pass.is_window && pass.is_second;
+  const auto* codes =
+      reinterpret_cast<const uint4*>(pass.row + 64 * quarter + (upper ? kDim / 2 : 0));
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    if (i < next.count) {
-      items[i] = load_item(next, i, quarter);
+    raw.codes[i] = __ldca(codes + i);
+  }
+  const int scales = pass.is_window ? kDim + (upper ? 8 : 0) : kDim / 2 + 8 * quarter;
+  raw.scales = __ldca(reinterpret_cast<const uint2*>(pass.row + scales));
+}
+
+// Items kFirst .. kEnd - 1 of four.
+template <int kFirst, int kEnd>
+__device__ __forceinline__ void unpack_window_row(const RawRow& raw,
+                                                  const RowPass& pass,
+                                                  int quarter,
+                                                  uint8_t (&to)[kTiles][kTile]) {
+  const uint32_t scales = (quarter < 2 ? raw.scales.x : raw.scales.y) >> (quarter % 2 * 16);
+  uint8_t* tile = to[(pass.is_second ? 4 : 0) + quarter];
+  const int at = tile_place(pass.key, 0);
+#pragma unroll
+  for (int i = kFirst; i < kEnd; ++i) {
+    const uint32_t byte = scales >> (i / 2 * 8) & 0xFFu;
+    const uint32_t multiplier = byte == 255u ? 0x7FC07FC0u : ((byte + 113u) << 7) * 0x00010001u;
+    store_piece_at(tile, at, 2 * i, unpack_window(raw.codes[i].x, raw.codes[i].y, multiplier));
+    store_piece_at(tile, at, 2 * i + 1, unpack_window(raw.codes[i].z, raw.codes[i].w, multiplier));
+  }
+}
+template <int kFirst, int kEnd>
+__device__ __forceinline__ void unpack_main_row(const RawRow& raw,
+                                                const RowPass& pass,
+                                                int quarter,
+                                                uint8_t (&to)[kTiles][kTile]) {
+  const int at = tile_place(pass.key, 0);
+#pragma unroll
+  for (int i = kFirst; i < kEnd; ++i) {
+    const uint32_t two = (i < 2 ? raw.scales.x : raw.scales.y) >> (i % 2 * 16);
+    const uint32_t multipliers = main_multipliers(pass.is_absent ? 0u : two);
+    const uint32_t low = __byte_perm(multipliers, 0, 0x1010);
+    const uint32_t high = __byte_perm(multipliers, 0, 0x3232);
+    uint4 v[4];
+    v[0] = unpack_main(raw.codes[i].x, low);
+    v[1] = unpack_main(raw.codes[i].y, low);
+    v[2] = unpack_main(raw.codes[i].z, high);
+    v[3] = unpack_main(raw.codes[i].w, high);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      store_piece_at(to[2 * quarter + i / 2], at, i % 2 * 4 + j, v[j]);
     }
   }
-  [[maybe_unused]] int others = 0;  // blocks of keys before this one that are not ours
-  uint8_t* to = nullptr;
-  uint64_t* done = nullptr;
+}
+
+// Unpacks the keys of a token; `blocks` counts the blocks of keys of all tokens. A warp has 16 keys
+// of each, in pairs of passes: the halves of eight keys if the block has window rows, else eight
+// keys and eight keys. The loads of a pass begin one pass ahead.
+__device__ __forceinline__ void unpack_blocks(const QueryKeys& keys,
+                                              const RowPlaces& places,
+                                              int& blocks,
+                                              Shared& shared) {
+  const int warp = static_cast<int>(threadIdx.x - kOthers) / 32;
+  const int lane = static_cast<int>(threadIdx.x) % 32, quarter = lane / 8;
+  RowStream rows(places, keys, 16 * warp + lane % 16);
+  const uint8_t* lane_row = nullptr;  // of the lane's key of the block, for all lanes
+  const auto pass = [&](int begin, int octet, bool is_second) {
+    const int in_warp = octet * 8 + lane % 8, key = 16 * warp + in_warp;
+    return RowPass{.row = reinterpret_cast<const uint8_t*>(__shfl_sync(
+                       kAllLanes, reinterpret_cast<uintptr_t>(lane_row), in_warp)),
+                   .key = key,
+                   .is_window = begin + key < keys.window_keys,
+                   .is_absent = begin + key >= keys.keys,
+                   .is_second = is_second};
+  };
+  // Unpacks a pass and loads the next one behind the first item: the wait for that item's registers
+  // would else be one for the loads just begun, too.
+  const auto unpack = [&](const RawRow& of, const RowPass& at, int stage, auto&& load_next) {
+    if (at.is_window) {
+      unpack_window_row<0, 1>(of, at, quarter, shared.k[stage]);
+    } else if (!at.is_second) {
+      unpack_main_row<0, 1>(of, at, quarter, shared.k[stage]);
+    }
+    __syncwarp();
+    load_next();
+    if (at.is_window) {
+      unpack_window_row<1, 4>(of, at, quarter, shared.k[stage]);
+    } else if (!at.is_second) {
+      unpack_main_row<1, 4>(of, at, quarter, shared.k[stage]);
+    }
+  };
+  RawRow raw[2];
+  lane_row = rows.row();
+  RowPass first = pass(0, 0, false);
+  load_row(first, quarter, raw[0]);
+  rows.advance();
 #pragma unroll 1
-  for (int part = 0; part < steps * kParts;) {
-    const int step = part / kParts, block = key_block<kBlocks>(step, rank);
-    if (part % kParts == 0 && !second) {
-      if (kBlocks == 1 || step % kBlocks == 0) {
-        const int stage = own_blocks % kKeyStages;
-        to = shared.k[stage][0];
-        done = &shared.unpacked[stage];
-        if (own_blocks >= kKeyStages) {
-          barrier_wait(&shared.consumed[stage], (own_blocks / kKeyStages - 1) % 2);
-        }
-        ++own_blocks;
-      } else if constexpr (kBlocks > 1) {
-        constexpr int kStages = OtherValues<kBlocks>::kStages;
-        const int stage = others % kStages;
-        to = shared.other.v[stage][0];
-        done = &shared.other.unpacked[stage];
-        if (block < blocks && others >= kStages) {
-          barrier_wait(&shared.other.consumed[stage], (others / kStages - 1) % 2);
-        }
-        ++others;
-      }
+  for (int begin = 0; begin < keys.keys; begin += kKeyBlock, ++blocks) {
+    const int stage = blocks % kStages;
+    if (blocks >= kStages) {
+      barrier_wait(&shared.consumed[stage], (blocks / kStages - 1) % 2);
     }
-    const RowPass pass = next;
-    const int row = key + part % kParts * 8;
-    second = again;
-    part += second ? 0 : 1;
-    prepare(part);
-    if (__any_sync(kAllLanes, pass.is_window)) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        if (i < pass.count) {
-          if (pass.is_window) {
-            unpack_window_item(items[i], pass, i, row, quarter, to);
-          } else {
-            unpack_main_item(items[i], pass, i, row, quarter, to);
-          }
+    const bool any_window = begin < keys.window_keys;
+#pragma unroll 1
+    for (int octet = 0; octet < 2; ++octet) {
+      const RowPass second = any_window ? pass(begin, octet, true) : pass(begin, 1, false);
+      unpack(raw[0], first, stage, [&] { load_row(second, quarter, raw[1]); });
+      const bool is_last = !any_window || octet == 1;
+      unpack(raw[1], second, stage, [&] {
+        if (is_last) {
+          lane_row = rows.row();
         }
-        if (kBlocks == 1 || i < next.count) {
-          items[i] = load_item(next, i, quarter);
+        first = is_last ? pass(begin + kKeyBlock, 0, false) : pass(begin, 1, false);
+        load_row(first, quarter, raw[0]);
+        if (is_last) {
+          rows.advance();
         }
-      }
-    } else if (pass.count == 4) {
-      // Without branches, so that the items' instructions mix.
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        unpack_main_item(items[i], pass, i, row, quarter, to);
-        if (kBlocks == 1 || i < next.count) {
-          items[i] = load_item(next, i, quarter);
-        }
-      }
-    } else {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        if (i < pass.count) {
-          unpack_main_item(items[i], pass, i, row, quarter, to);
-        }
-        if (i < next.count) {
-          items[i] = load_item(next, i, quarter);
-        }
-      }
+      });
+      octet += is_last ? 1 : 0;
     }
-    if (part % kParts == 0 && !second && block < blocks) {
-      async_proxy_fence();
-      __syncwarp();
-      if (lane == 0) {
-        barrier_arrive(done);
-      }
+    async_proxy_fence();
+    __syncwarp();
+    if (lane == 0) {
+      barrier_arrive(&shared.unpacked[stage]);
     }
   }
 }

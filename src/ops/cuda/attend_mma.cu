@@ -40,14 +40,18 @@
 // profile of the form with one token per block (1180 us) had 43 % of the issue slots, 55 % of L1
 // and 32 % of L2. The time is that of the roles one after the other.
 #include <algorithm>
+#include <cstdlib>
 
 #include "ops/cuda/attend_keys.cuh"
-#include "ops/cuda/device/rows.cuh"
 #include "ops/cuda/kernels.h"
 
 namespace cachalot::ops::cuda {
 namespace attention {
 namespace {
+
+constexpr int kAnnouncer = 4;  // warp
+// One wgmma of values takes 128 columns.
+constexpr int kParts = 2, kColumnTiles = kDim / 8 / 2 / kParts;
 
 // Scores and probabilities
 // ----------------------------------------------------------------------------------------
@@ -90,7 +94,7 @@ __device__ __forceinline__ void score_keys(
   }
 }
 
-// Probabilities of heads `head` and `head` + 8 and their sums.
+// Probabilities of heads `head` and `head` + 8 and their sums: four of 16 keys, in order.
 __device__ __forceinline__ void exponentiate(
     const float (&s)[8][4], const float (&best)[2], int head, uint8_t* p, float* sum) {
   const Lane place;
@@ -98,104 +102,53 @@ __device__ __forceinline__ void exponentiate(
   for (int h = 0; h < 2; ++h) {
     float total = 0;
 #pragma unroll
-    for (int n = 0; n < 8; ++n) {
-      const float p0 = exp2_flushed(s[n][2 * h] - best[h]);
-      const float p1 = exp2_flushed(s[n][2 * h + 1] - best[h]);
-      total += p0;
-      total += p1;
-      *reinterpret_cast<uint32_t*>(p + tile_place(head + 8 * h, n) + 4 * place.t) =
-          bf16_pair(p0, p1);
+    for (int g = 0; g < 4; ++g) {
+      float part = 0;
+#pragma unroll
+      for (int n = 2 * g; n < 2 * g + 2; ++n) {
+        const float p0 = exp2_flushed(s[n][2 * h] - best[h]);
+        const float p1 = exp2_flushed(s[n][2 * h + 1] - best[h]);
+        part += p0;
+        part += p1;
+        *reinterpret_cast<uint32_t*>(p + tile_place(head + 8 * h, n) + 4 * place.t) =
+            bf16_pair(p0, p1);
+      }
+      part += __shfl_xor_sync(kAllLanes, part, 1);
+      part += __shfl_xor_sync(kAllLanes, part, 2);
+      total += part;
     }
-    total += __shfl_xor_sync(kAllLanes, total, 1);
-    total += __shfl_xor_sync(kAllLanes, total, 2);
     if (place.t == 0) {
       sum[head + 8 * h] = total;
     }
   }
 }
 
-// A warp has 16 heads; a thread keeps the running maximum of heads g and g + 8 of them.
-template <int kBlocks>
-__device__ __forceinline__ void score_blocks(
-    int keys, int rank, int& own_blocks, Shared<kBlocks>& shared, float (&best)[2]) {
-  constexpr int kKeyStages = Shared<kBlocks>::kKeyStages;
+// The scores of a token, from block of keys `blocks` of all tokens on. A warp has 16 heads; a
+// thread keeps the running maximum of heads g and g + 8 of them.
+__device__ __forceinline__ void score_blocks(int keys,
+                                             int& blocks,
+                                             Shared& shared,
+                                             float (&best)[2]) {
   const Lane place;
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int head = static_cast<int>(threadIdx.x) / 32 * 16 + place.g;
-  const int blocks = (keys + kKeyBlock - 1) / kKeyBlock;
   const uint64_t q = wgmma_operand(shared.q);
 #pragma unroll 1
-  for (int round = 0; round * kBlocks < blocks; ++round, ++own_blocks) {
-    const int own = round * kBlocks + rank;
-    [[maybe_unused]] const int stage = own_blocks % kKeyStages;
+  for (int left = keys; left > 0; left -= kKeyBlock, ++blocks) {
+    const int stage = blocks % kStages;
+    const float before[2] = {best[0], best[1]};
     float s[8][4];
-    if constexpr (kBlocks == 1) {
-      const float before[2] = {best[0], best[1]};
-      barrier_wait(&shared.unpacked[stage], own_blocks / kKeyStages % 2);
-      score_keys(q, wgmma_operand(shared.k[stage]), keys - own * kKeyBlock, s, best);
-      exponentiate(s, best, head, shared.p[stage], shared.sum[stage]);
-      if (place.t == 0) {
-        shared.rescale[stage][0][head] = exp2_flushed(before[0] - best[0]);
-        shared.rescale[stage][0][head + 8] = exp2_flushed(before[1] - best[1]);
-      }
-      async_proxy_fence();
-      __syncwarp();
-      if (lane == 0) {
-        barrier_arrive(&shared.scored[stage]);
-      }
-    } else {
-      auto& other = shared.other;
-      float mine[2] = {-1e30f, -1e30f};
-      if (own < blocks) {
-        barrier_wait(&shared.unpacked[0], round % 2);
-        score_keys(q, wgmma_operand(shared.k[0]), keys - own * kKeyBlock, s, mine);
-      }
-      // All blocks learn the maxima of the round.
-      if (place.t < kBlocks) {
-        const uint32_t to = remote_address(&other.best[round % 2][rank][head], place.t);
-        remote_store(to, mine[0]);
-        remote_store(to + 8 * sizeof(float), mine[1]);
-      }
-      __syncwarp();
-      if (lane < kBlocks) {
-        remote_arrive(&other.best_known, lane);
-      }
-      cluster_barrier_wait(&other.best_known, round % 2);
-      if (round > 0) {
-        cluster_barrier_wait(&other.scores_freed, (round - 1) % 2);
-      }
-#pragma unroll
-      for (int j = 0; j < kBlocks; ++j) {
-        if (round * kBlocks + j < blocks) {
-#pragma unroll
-          for (int h = 0; h < 2; ++h) {
-            const float next = fmaxf(best[h], other.best[round % 2][j][head + 8 * h]);
-            if (place.t == 0) {
-              shared.rescale[round % 2][j][head + 8 * h] = exp2_flushed(best[h] - next);
-            }
-            best[h] = next;
-            mine[h] = j == rank ? next : mine[h];
-          }
-        }
-      }
-      if (own < blocks) {
-        exponentiate(s, mine, head, shared.p[rank], shared.sum[rank]);
-      }
-      async_proxy_fence();
-      group_barrier(kScoresStored, kGroup);
-      if (threadIdx.x < kBlocks && round * kBlocks + static_cast<int>(threadIdx.x) < blocks) {
-        const int j = static_cast<int>(threadIdx.x);
-        if (j == rank) {
-          barrier_arrive(&shared.scored[j]);
-        } else {
-          barrier_arrive_expect(&shared.scored[j], kTile + kHeads * sizeof(float));
-        }
-      }
-      if (threadIdx.x < kBlocks && static_cast<int>(threadIdx.x) != rank && own < blocks) {
-        const int to = static_cast<int>(threadIdx.x);
-        remote_copy_bulk(shared.p[rank], kTile, &shared.scored[rank], to);
-        remote_copy_bulk(shared.sum[rank], kHeads * sizeof(float), &shared.scored[rank], to);
-      }
+    barrier_wait(&shared.unpacked[stage], blocks / kStages % 2);
+    score_keys(q, wgmma_operand(shared.k[stage]), left, s, best);
+    exponentiate(s, best, head, shared.p[stage], shared.sum[stage]);
+    if (place.t == 0) {
+      shared.rescale[stage][head] = exp2_flushed(before[0] - best[0]);
+      shared.rescale[stage][head + 8] = exp2_flushed(before[1] - best[1]);
+    }
+    async_proxy_fence();
+    __syncwarp();
+    if (lane == 0) {
+      barrier_arrive(&shared.scored[stage]);
     }
   }
 }
@@ -203,68 +156,43 @@ __device__ __forceinline__ void score_blocks(
 // Values
 // -------------------------------------------------------------------------------------------------
 
-// acc[i] = acc[i] * rescale + P V over all keys, for a half of the block's columns; the sums of the
-// probabilities.
-template <int kBlocks, int kParts, int kColumnTiles>
+// acc[i] = acc[i] * rescale + P V over all keys of a token, for a half of the columns; the sums of
+// the probabilities. `blocks` as in score_blocks().
 __device__ __forceinline__ void sum_values(int keys,
-                                           int rank,
                                            int half,
                                            int& blocks,
-                                           Shared<kBlocks>& shared,
-                                           float (&acc)[kParts][kColumnTiles][4],
+                                           Shared& shared,
+                                           float (&acc)[kParts * kColumnTiles][4],
                                            float (&sum)[2]) {
-  constexpr int kScoreStages = Shared<kBlocks>::kScoreStages;
-  constexpr int kKeyStages = Shared<kBlocks>::kKeyStages;
-  constexpr int kOwnTiles = kTiles / kBlocks;
   const Lane place;
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int head = static_cast<int>(threadIdx.x) % kGroup / 32 * 16 + place.g;
-  [[maybe_unused]] int others = 0;
 #pragma unroll 1
-  for (int left = keys; left > 0; left -= kKeyBlock) {
-    const int b = blocks++;
-    const int round = b / kBlocks, j = b % kBlocks, p_stage = b % kScoreStages;
-    const uint8_t* values = shared.k[round % kKeyStages][rank * kOwnTiles];
-    uint64_t* consumed = &shared.consumed[round % kKeyStages];
-    if (kBlocks == 1 || j == rank) {
-      barrier_wait(&shared.unpacked[round % kKeyStages], round / kKeyStages % 2);
-    }
-    if constexpr (kBlocks > 1) {
-      if (j != rank) {
-        constexpr int kStages = OtherValues<kBlocks>::kStages;
-        const int stage = others % kStages;
-        values = shared.other.v[stage][0];
-        consumed = &shared.other.consumed[stage];
-        barrier_wait(&shared.other.unpacked[stage], others / kStages % 2);
-        ++others;
-      }
-    }
-    barrier_wait(&shared.scored[p_stage], b / kScoreStages % 2);
-    const float r0 = shared.rescale[round % 2][j][head];
-    const float r1 = shared.rescale[round % 2][j][head + 8];
-    sum[0] = fmaf(sum[0], r0, shared.sum[p_stage][head]);
-    sum[1] = fmaf(sum[1], r1, shared.sum[p_stage][head + 8]);
+  for (int left = keys; left > 0; left -= kKeyBlock, ++blocks) {
+    const int stage = blocks % kStages;
+    barrier_wait(&shared.unpacked[stage], blocks / kStages % 2);
+    barrier_wait(&shared.scored[stage], blocks / kStages % 2);
+    const float r0 = shared.rescale[stage][head], r1 = shared.rescale[stage][head + 8];
+    sum[0] = fmaf(sum[0], r0, shared.sum[stage][head]);
+    sum[1] = fmaf(sum[1], r1, shared.sum[stage][head + 8]);
     // Most blocks raise no maximum.
     if (__any_sync(kAllLanes, r0 != 1.0f || r1 != 1.0f)) {
 #pragma unroll
-      for (int i = 0; i < kParts; ++i) {
-#pragma unroll
-        for (int n = 0; n < kColumnTiles; ++n) {
-          acc[i][n][0] *= r0;
-          acc[i][n][1] *= r0;
-          acc[i][n][2] *= r1;
-          acc[i][n][3] *= r1;
-        }
+      for (int n = 0; n < kParts * kColumnTiles; ++n) {
+        acc[n][0] *= r0;
+        acc[n][1] *= r0;
+        acc[n][2] *= r1;
+        acc[n][3] *= r1;
       }
     }
-    const uint64_t p = wgmma_operand(shared.p[p_stage]);
-    const uint64_t v = wgmma_operand_transposed(values + half * (kOwnTiles / 2) * kTile, kTile);
+    const uint64_t p = wgmma_operand(shared.p[stage]);
+    const uint64_t v = wgmma_operand_transposed(shared.k[stage][half * (kTiles / 2)], kTile);
     wgmma_fence();
 #pragma unroll
     for (int c = 0; c < kKeyBlock / 16; ++c) {
 #pragma unroll
       for (int i = 0; i < kParts; ++i) {
-        wgmma_bf16_transposed(acc[i],
+        wgmma_bf16_transposed(reinterpret_cast<float(&)[kColumnTiles][4]>(acc[i * kColumnTiles]),
                               p + operand_bytes(c * 32),
                               v + operand_bytes(c * 2048 + i * (kColumnTiles / 8) * kTile));
       }
@@ -272,10 +200,7 @@ __device__ __forceinline__ void sum_values(int keys,
     wgmma_commit();
     wgmma_wait<0>();
     if (lane == 0) {
-      barrier_arrive(consumed);
-      if constexpr (kBlocks > 1) {
-        remote_arrive(&shared.other.scores_freed, j);
-      }
+      barrier_arrive(&shared.consumed[stage]);
     }
   }
 }
@@ -283,281 +208,148 @@ __device__ __forceinline__ void sum_values(int keys,
 // Rows in and out
 // ----------------------------------------------------------------------------------------
 
-// Cosines and sines of the pairs of columns 8 piece .. 8 piece + 7 of a head.
-struct Turn {
-  float cosine[4], sine[4];
-  bool any;
-
-  __device__ __forceinline__ Turn(const AttendProblem& a, int64_t token, int piece) : any(false) {
-    const int first_rotated = kDim - 2 * static_cast<int>(a.half);
-#pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      const int pair = 8 * piece + 2 * e - first_rotated;
-      cosine[e] = 1;
-      sine[e] = 0;
-      if (pair >= 0) {
-        cosine[e] = a.rope[token * a.half * 2 + pair];
-        sine[e] = a.rope[token * a.half * 2 + pair + 1];
-        any = true;
-      }
-    }
-  }
-  __device__ __forceinline__ void apply(float (&v)[8], float sign) const {
-    if (any) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const float2 turned = rotate_pair(v[2 * e], v[2 * e + 1], cosine[e], sign * sine[e]);
-        v[2 * e] = turned.x;
-        v[2 * e + 1] = turned.y;
-      }
-    }
-  }
-};
-
-// Q, rotated and rounded, in the column order of the unpacked rows. The first kCount threads.
-template <int kCount>
+// Q, rotated and rounded, in the column order of the unpacked rows. The group of scores.
 __device__ __forceinline__ void load_queries(const AttendProblem& a,
                                              int64_t token,
                                              int head0,
                                              uint8_t (&to)[kTiles][kTile]) {
   constexpr int kPieces = kDim / 8;
-  constexpr int kRowStep = kCount / kPieces;  // heads that the threads pass over at once
-  constexpr int kRowSteps = (kHeads + kRowStep - 1) / kRowStep;
-  constexpr int kBatch = kRowSteps > 16 ? 8 : kRowSteps;  // loads under way
-  static_assert(kCount % kPieces == 0 && kRowSteps % kBatch == 0);
+  constexpr int kRowStep = kGroup / kPieces;  // heads that the threads pass over at once
+  constexpr int kBatch = 16;                  // loads under way
+  static_assert(8 % kRowStep == 0 && kHeads / kRowStep % kBatch == 0);
   const int piece = static_cast<int>(threadIdx.x) % kPieces;
   const int first = static_cast<int>(threadIdx.x) / kPieces;
-  const auto* q = static_cast<const Bf16*>(a.q) + (token * a.heads + head0) * kDim + 8 * piece;
+  const int left = a.heads - head0 - first;
+  const auto* q = static_cast<const Bf16*>(a.q) + (token * a.heads + head0 + first) * kDim + 8 * piece;
   const Turn turn(a, token, piece);
 #pragma unroll 1
-  for (int step = 0; step < kRowSteps; step += kBatch) {
+  for (int step = 0; step < kHeads / kRowStep; step += kBatch) {
     uint4 raw[kBatch];
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
-      const int head = first + (step + i) * kRowStep;
-      raw[i] = head < kHeads && head0 + head < a.heads
-                   ? *reinterpret_cast<const uint4*>(q + head * kDim)
+      raw[i] = (step + i) * kRowStep < left
+                   ? *reinterpret_cast<const uint4*>(q + (step + i) * kRowStep * kDim)
                    : make_uint4(0, 0, 0, 0);
     }
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
-      const int head = first + (step + i) * kRowStep;
-      if (head < kHeads) {
-        float v[8] = {low_bf16(raw[i].x),
-                      high_bf16(raw[i].x),
-                      low_bf16(raw[i].y),
-                      high_bf16(raw[i].y),
-                      low_bf16(raw[i].z),
-                      high_bf16(raw[i].z),
-                      low_bf16(raw[i].w),
-                      high_bf16(raw[i].w)};
-        turn.apply(v, 1.0f);
-        *reinterpret_cast<uint4*>(to[piece / 8] + tile_place(head, piece % 8)) =
-            make_uint4(bf16_pair(v[0], v[4]),
-                       bf16_pair(v[1], v[5]),
-                       bf16_pair(v[2], v[6]),
-                       bf16_pair(v[3], v[7]));
-      }
+      // Rows that are kRowStep i apart have their pieces swizzled by that much more.
+      store_piece_at(to[piece / 8] + (step + i) * kRowStep * 128,
+                     tile_place(first, piece % 8),
+                     i * kRowStep % 8,
+                     turned_piece(raw[i], turn));
     }
   }
   async_proxy_fence();
 }
 
 // Fetches Q into L2 for load_queries(). The unpacking threads.
-template <int kBlocks>
 __device__ __forceinline__ void prefetch_queries(const AttendProblem& a, int64_t token, int head0) {
   constexpr int kLine = 128 / sizeof(Bf16);
   const auto* q = static_cast<const Bf16*>(a.q) + (token * a.heads + head0) * kDim;
   const int elements = min(kHeads, a.heads - head0) * kDim;
   for (int i = static_cast<int>(threadIdx.x - kOthers) * kLine; i < elements;
-       i += Shared<kBlocks>::kUnpackers * 32 * kLine) {
+       i += kUnpackers * 32 * kLine) {
     prefetch_to_l2(q + i);
   }
 }
 
-// words[i] of lane t of a quad for words[t] of lane i.
-__device__ __forceinline__ void transpose_quad(uint32_t (&words)[4], int t) {
-#pragma unroll
-  for (int bit = 1; bit <= 2; bit *= 2) {
-    const bool upper = (t & bit) != 0;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      if ((i & bit) == 0) {
-        const uint32_t given = upper ? words[i] : words[i + bit];
-        const uint32_t taken = __shfl_xor_sync(kAllLanes, given, bit);
-        words[i] = upper ? taken : words[i];
-        words[i + bit] = upper ? words[i + bit] : taken;
-      }
+// Tells all roles the keys of the token of turn `turn`. One warp, a turn ahead.
+__device__ __forceinline__ void announce(const AttendProblem& a,
+                                         int64_t token,
+                                         int turn,
+                                         Shared& shared) {
+  const QueryKeys keys = count_keys(a, token);
+  if (threadIdx.x % 32 == 0) {
+    if (turn >= 2) {
+      barrier_wait(&shared.finished[turn % 2], (turn / 2 - 1) % 2);
     }
+    find_places(a, token, keys, shared.places[turn % 2]);
+    shared.keys[turn % 2] = keys;
+    barrier_arrive(&shared.announced[turn % 2]);
   }
+  __syncwarp();
 }
 
-// The sums of a warpgroup's columns, divided, rounded, rotated back and stored. `group` is the
-// first group of eight columns, `head` that of the thread's two.
-template <int kParts, int kColumnTiles>
-__device__ __forceinline__ void store_output(const AttendProblem& a,
-                                             int64_t token,
-                                             int head0,
-                                             int head,
-                                             int group,
-                                             const float (&acc)[kParts][kColumnTiles][4],
-                                             const float (&factor)[2]) {
-  const Lane place;
-#pragma unroll
-  for (int n = 0; n < kParts * kColumnTiles; n += 4) {
-    const int own = group + n + place.t;  // that the lane stores
-    const Turn turn(a, token, own);
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      // Columns 2 t and 2 t + 1 hold channels t and t + 4 of a group.
-      uint32_t words[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const auto& columns = acc[(n + i) / kColumnTiles][(n + i) % kColumnTiles];
-        words[i] = bf16_pair(columns[2 * h] * factor[h], columns[2 * h + 1] * factor[h]);
-      }
-      transpose_quad(words, place.t);
-      uint4 out = make_uint4(__byte_perm(words[0], words[1], 0x5410),
-                             __byte_perm(words[2], words[3], 0x5410),
-                             __byte_perm(words[0], words[1], 0x7632),
-                             __byte_perm(words[2], words[3], 0x7632));
-      if (turn.any) {
-        float v[8] = {low_bf16(out.x),
-                      high_bf16(out.x),
-                      low_bf16(out.y),
-                      high_bf16(out.y),
-                      low_bf16(out.z),
-                      high_bf16(out.z),
-                      low_bf16(out.w),
-                      high_bf16(out.w)};
-        turn.apply(v, -1.0f);
-        out = make_uint4(bf16_pair(v[0], v[1]),
-                         bf16_pair(v[2], v[3]),
-                         bf16_pair(v[4], v[5]),
-                         bf16_pair(v[6], v[7]));
-      }
-      const int row = head0 + head + 8 * h;
-      if (row < a.heads) {
-        auto* o = static_cast<Bf16*>(a.o) + (token * a.heads + row) * kDim + 8 * own;
-        __stcg(reinterpret_cast<uint4*>(o), out);
-      }
-    }
-  }
-}
-
-template <int kBlocks>
-__global__ void __cluster_dims__(kBlocks, 1, 1) __launch_bounds__(Shared<kBlocks>::kThreads, 1)
+__global__ void __launch_bounds__(kThreads, 1)
     attend_kernel(const __grid_constant__ AttendProblem a) {
-  auto& shared = *reinterpret_cast<Shared<kBlocks>*>(dynamic_shared());
+  auto& shared = *reinterpret_cast<Shared*>(dynamic_shared());
   allow_next_kernel();
   if (threadIdx.x == 0) {
-    for (int i = 0; i < Shared<kBlocks>::kKeyStages; ++i) {
-      barrier_init(&shared.unpacked[i], Shared<kBlocks>::kUnpackers);
+    for (int i = 0; i < kStages; ++i) {
+      barrier_init(&shared.unpacked[i], kUnpackers);
       barrier_init(&shared.consumed[i], 8);
-    }
-    for (int i = 0; i < Shared<kBlocks>::kScoreStages; ++i) {
-      barrier_init(&shared.scored[i], kBlocks == 1 ? 4 : 1);
-    }
-    if constexpr (kBlocks > 1) {
-      for (int i = 0; i < OtherValues<kBlocks>::kStages; ++i) {
-        barrier_init(&shared.other.unpacked[i], Shared<kBlocks>::kUnpackers);
-        barrier_init(&shared.other.consumed[i], 8);
-      }
-      barrier_init(&shared.other.best_known, 4 * kBlocks);
-      barrier_init(&shared.other.scores_freed, 8 * kBlocks);
+      barrier_init(&shared.scored[i], 4);
     }
     for (int i = 0; i < 2; ++i) {
       barrier_init(&shared.announced[i], 1);
-      barrier_init(&shared.summed[i], 4);
-      barrier_init(&shared.finished[i], 8);
+      barrier_init(&shared.summed[i], kGroup / 4);
+      barrier_init(&shared.finished[i], 8 + kUnpackers);
     }
     async_proxy_fence();
   }
   wait_for_previous_kernels();
-  if constexpr (kBlocks == 1) {
-    __syncthreads();
-  } else {
-    cluster_sync();
-  }
-  const int rank = kBlocks == 1 ? 0 : cluster_rank();
+  __syncthreads();
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
   const int group = warp / 4;
   const int head_groups = (a.heads + kHeads - 1) / kHeads;
-  const int64_t first = blockIdx.x / kBlocks, step = gridDim.x / kBlocks;
   const int64_t items = a.tokens * head_groups;
-  // Roles follow each other from item to item through barriers alone; `turn` counts the items.
-  int turn = 0;
+  // Roles follow each other from item to item through barriers alone; `turn` counts the items,
+  // `blocks` their blocks of keys.
+  int turn = 0, blocks = 0;
   const auto phase = [&] { return turn / 2 % 2; };
   if (group == 0) {
-    lower_registers<kBlocks == 1 ? 104 : 96>();
-    int own_blocks = 0;
-    for (int64_t item = first; item < items; item += step, ++turn) {
+    lower_registers<104>();
+    for (int64_t item = blockIdx.x; item < items; item += gridDim.x, ++turn) {
       const int64_t token = item / head_groups;
       const int head0 = static_cast<int>(item % head_groups) * kHeads;
-      if (turn == 0) {
-        load_queries<kOthers>(a, token, head0, shared.q);
-        group_barrier(kQueriesReady, kOthers);
-      } else {
-        load_queries<kGroup>(a, token, head0, shared.q);
-        group_barrier(kQueriesRenewed, kGroup);
-      }
+      load_queries(a, token, head0, shared.q);
+      group_barrier(kQueriesReady, kGroup);
       float best[2] = {-1e30f, -1e30f};
       barrier_wait(&shared.announced[turn % 2], phase());
-      score_blocks(shared.keys[turn % 2], rank, own_blocks, shared, best);
+      score_blocks(shared.keys[turn % 2].keys, blocks, shared, best);
       if (lane % 4 == 0) {
         shared.best[turn % 2][warp * 16 + lane / 4] = best[0];
         shared.best[turn % 2][warp * 16 + lane / 4 + 8] = best[1];
-      }
-      __syncwarp();
-      if (lane == 0) {
         barrier_arrive(&shared.summed[turn % 2]);
       }
-      group_barrier(kQueriesRenewed, kGroup);  // all warps are done with Q
+      group_barrier(kQueriesReady, kGroup);  // all warps are done with Q
     }
   } else if (group >= 3) {
-    lower_registers<kBlocks == 1 ? 88 : 80>();
-    RowPlaces& places = shared.places[warp - kOthers / 32];
-    int own_blocks = 0;
-    for (int64_t item = first; item < items; item += step, ++turn) {
+    lower_registers<88>();
+    for (int64_t item = blockIdx.x; item < items; item += gridDim.x, ++turn) {
       const int64_t token = item / head_groups;
       const int head0 = static_cast<int>(item % head_groups) * kHeads;
-      const QueryKeys keys = count_keys(a, token);
+      barrier_wait(&shared.announced[turn % 2], phase());
+      if (turn > 0) {
+        prefetch_queries(a, token, head0);
+      }
+      const QueryKeys keys = shared.keys[turn % 2];
+      unpack_blocks(keys, shared.places[turn % 2], blocks, shared);
       __syncwarp();
       if (lane == 0) {
-        find_places(a, token, keys, places);
-        if (warp == kOthers / 32) {
-          if (turn >= 2) {
-            barrier_wait(&shared.finished[turn % 2], (turn / 2 - 1) % 2);
-          }
-          shared.keys[turn % 2] = keys.keys;
-          barrier_arrive(&shared.announced[turn % 2]);
-        }
+        barrier_arrive(&shared.finished[turn % 2]);
       }
-      __syncwarp();
-      if (turn > 0) {
-        prefetch_queries<kBlocks>(a, token, head0);
-      }
-      unpack_blocks(keys, places, rank, own_blocks, shared);
     }
   } else {
-    raise_registers<kBlocks == 1 ? 160 : 112>();
-    // One wgmma takes 128 columns, or what there is.
-    constexpr int kParts = kBlocks == 1 ? 2 : 1;
-    constexpr int kColumnTiles = kDim / 8 / kBlocks / 2 / kParts;
+    raise_registers<160>();
     const int head = warp % 4 * 16 + lane / 4;
-    int blocks = 0;
-    for (int64_t item = first; item < items; item += step, ++turn) {
+    for (int64_t item = blockIdx.x; item < items; item += gridDim.x, ++turn) {
       const int64_t token = item / head_groups;
       const int head0 = static_cast<int>(item % head_groups) * kHeads;
-      if (turn == 0) {
-        load_queries<kOthers>(a, token, head0, shared.q);
-        group_barrier(kQueriesReady, kOthers);
+      if (warp == kAnnouncer) {
+        if (turn == 0) {
+          announce(a, token, 0, shared);
+        }
+        if (item + gridDim.x < items) {
+          announce(a, (item + gridDim.x) / head_groups, turn + 1, shared);
+        }
       }
-      float acc[kParts][kColumnTiles][4] = {};
+      float acc[kParts * kColumnTiles][4] = {};
       float sum[2] = {0, 0};
       barrier_wait(&shared.announced[turn % 2], phase());
-      const int keys = shared.keys[turn % 2];
-      sum_values(keys, rank, group - 1, blocks, shared, acc, sum);
+      const int keys = shared.keys[turn % 2].keys;
+      sum_values(keys, group - 1, blocks, shared, acc, sum);
       barrier_wait(&shared.summed[turn % 2], phase());
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
@@ -572,23 +364,26 @@ __global__ void __cluster_dims__(kBlocks, 1, 1) __launch_bounds__(Shared<kBlocks
       if (lane == 0) {
         barrier_arrive(&shared.finished[turn % 2]);
       }
-      store_output(a, token, head0, head, (2 * rank + group - 1) * kParts * kColumnTiles, acc, sum);
+      store_output<kDim / 2>(a,
+                             token,
+                             head0 + warp % 4 * 16,
+                             (group - 1) * (kDim / 16),
+                             acc,
+                             sum,
+                             shared.output[warp - 4]);
     }
-  }
-  if constexpr (kBlocks > 1) {
-    cluster_sync();  // others may still tell this block of what they have consumed
   }
 }
 
-template <int kBlocks>
-Status run(const OpContext& ctx, const AttendProblem& a, int64_t blocks) {
-  static_assert(sizeof(Shared<kBlocks>) <= kSharedCapacity);
+Status run(const OpContext& ctx, const AttendProblem& a) {
+  static_assert(sizeof(Shared) <= kSharedCapacity);
+  const int64_t items = a.tokens * ceil_div(a.heads, kHeads);
   return launch(ctx,
                 "attend",
-                attend_kernel<kBlocks>,
-                dim3(extent(blocks * kBlocks)),
-                Shared<kBlocks>::kThreads,
-                static_cast<int64_t>(sizeof(Shared<kBlocks>)),
+                attend_kernel,
+                dim3(extent(std::min(items, kMultiprocessors))),
+                kThreads,
+                static_cast<int64_t>(sizeof(Shared)),
                 a);
 }
 
@@ -607,14 +402,15 @@ bool attend_mma_supports(const AttendArgs& args) {
 
 Status attend_mma(OpContext& ctx, const AttendArgs& args) {
   const AttendProblem a = attend_problem(args);
-  // Few tokens: more blocks for each, as long as all clusters run at once. Blocks of a cluster
-  // share a GPC, which leaves up to three of its multiprocessors without one of four: 27 clusters
-  // fit wherever 132 multiprocessors lie. Many tokens: one block on each multiprocessor takes a
-  // token after the other.
-  const int64_t items = a.tokens * ceil_div(a.heads, attention::kHeads);
-  return items <= 24   ? attention::run<4>(ctx, a, items)
-         : items <= 64 ? attention::run<2>(ctx, a, items)
-                       : attention::run<1>(ctx, a, std::min(items, kMultiprocessors));
+  static const char* mode = getenv("ATT");
+  if (mode == nullptr) {
+    if (attend_few_keys(a) <= 640 && a.tokens * ceil_div(a.heads, 32) <= 12) {
+      return attend_few(ctx, a, a.tokens * ceil_div(a.heads, 16) <= 12 ? 16 : 32);
+    }
+  } else if (mode[0] != 'm' && attend_few_keys(a) <= 640 && a.tokens <= 32) {
+    return attend_few(ctx, a, atoi(mode));
+  }
+  return attention::run(ctx, a);
 }
 
 }  // namespace cachalot::ops::cuda

@@ -25,6 +25,19 @@ __device__ __forceinline__ void cluster_sync() {
           : "memory");
 }
 
+// Makes barriers that this thread has initialized known to the cluster, before cluster_arrive().
+__device__ __forceinline__ void cluster_barriers_fence() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+// The barrier of cluster_sync() in two parts, without the writes: between them a thread does what
+// needs no other block.
+__device__ __forceinline__ void cluster_arrive() {
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void cluster_wait() {
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
 // Address of `pointer`, in this block's shared memory, in that of block `rank`.
 __device__ __forceinline__ uint32_t remote_address(const void* pointer, int rank) {
   uint32_t address;
@@ -35,6 +48,17 @@ __device__ __forceinline__ uint32_t remote_address(const void* pointer, int rank
 }
 __device__ __forceinline__ void remote_store(uint32_t address, float value) {
   asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
+}
+// Stores two floats at `place` of block `rank`, whose `barrier` counts the 8 bytes.
+__device__ __forceinline__ void remote_store_counted(
+    const void* place, float a, float b, uint64_t* barrier, int rank) {
+  asm volatile(
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(
+          remote_address(place, rank)),
+      "f"(a),
+      "f"(b),
+      "r"(remote_address(barrier, rank))
+      : "memory");
 }
 // What this thread, or one that it has synchronized with, wrote before is seen by who waits with
 // cluster_barrier_wait().

@@ -35,9 +35,26 @@ __device__ __forceinline__ void group_barrier_arrive(int number, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(number), "r"(threads) : "memory");
 }
 
+// Counts this thread at such a barrier without waiting.
+__device__ __forceinline__ void group_arrive(int number, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(number), "r"(threads) : "memory");
+}
+
 // Brings the line of an address from memory to L2.
 __device__ __forceinline__ void prefetch_to_l2(const void* address) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
+}
+
+// What load_matrices() of device/ptx.cuh would read: lane l gives the address of row l % 8 of matrix
+// l / 8, and its register i holds columns 2 (l % 4) and 2 (l % 4) + 1 of row l / 4 of matrix i.
+__device__ __forceinline__ void store_matrices(void* row, const uint32_t (&r)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
+                   shared_address(row)),
+               "r"(r[0]),
+               "r"(r[1]),
+               "r"(r[2]),
+               "r"(r[3])
+               : "memory");
 }
 
 // B whose rows are K instead of columns: blocks of 64 columns, `block_bytes` apart, each [K][64]
@@ -48,6 +65,12 @@ __device__ __forceinline__ uint64_t wgmma_operand_transposed(const void* b, int 
   constexpr uint64_t kEightRows = uint64_t{1024 / 16} << 32;
   return kSwizzle128 | kEightRows | static_cast<uint64_t>(block_bytes / 16) << 16 |
          (shared_address(b) & 0x3FFFF) >> 4;
+}
+// A or B of 16 columns of K without swizzling: eight rows of eight elements (128 bytes) by eight
+// rows, the first half of K before the second one.
+__device__ __forceinline__ uint64_t wgmma_operand_narrow(const void* a) {
+  constexpr uint64_t kEightRows = uint64_t{256 / 16} << 32, kHalf = uint64_t{128 / 16} << 16;
+  return kEightRows | kHalf | (shared_address(a) & 0x3FFFF) >> 4;
 }
 // What to add to an operand to move it by so many bytes.
 constexpr uint64_t operand_bytes(int bytes) {
@@ -68,6 +91,27 @@ __device__ __forceinline__ void wgmma_bf16(float (&d)[8][4], uint64_t a, uint64_
       "%17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
       "}, %32, %33, %34, 1, 1, 0, 0;"
       : CACHALOT_ACC8(0)
+      : "l"(a), "l"(b), "n"(kAdd ? 1 : 0));
+}
+
+template <bool kAdd>
+__device__ __forceinline__ void wgmma_bf16(float (&d)[4][4], uint64_t a, uint64_t b) {
+  asm volatile(
+      "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {"
+      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
+      "}, %16, %17, %18, 1, 1, 0, 0;"
+      : CACHALOT_ACC4(0)
+      : "l"(a), "l"(b), "n"(kAdd ? 1 : 0));
+}
+template <bool kAdd>
+__device__ __forceinline__ void wgmma_bf16(float (&d)[10][4], uint64_t a, uint64_t b) {
+  asm volatile(
+      "wgmma.mma_async.sync.aligned.m64n80k16.f32.bf16.bf16 {"
+      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, "
+      "%17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+      "%32, %33, %34, %35, %36, %37, %38, %39"
+      "}, %40, %41, %42, 1, 1, 0, 0;"
+      : CACHALOT_ACC8(0), CACHALOT_ACC(8), CACHALOT_ACC(9)
       : "l"(a), "l"(b), "n"(kAdd ? 1 : 0));
 }
 
