@@ -103,6 +103,7 @@ Status PrefixCache::absorb(Sequence& sequence) {
                          .tokens = {},
                          .position = pages * page_tokens_,
                          .decoder_from = object.decoder_from,
+                         .draft_from = object.draft_from,
                          .state = *target,
                          .tail = {}},
                         now_seconds());
@@ -143,6 +144,8 @@ Prefix PrefixCache::find(Sequence& sequence) {
     }
     prefix.state = match.state->state;
     prefix.replay = replay_.from_state(sequence.prompt, position, match.state->decoder_from);
+    // A store may say anything.
+    prefix.draft_from = std::min(match.state->draft_from, position);
   }
   return prefix;
 }
@@ -151,6 +154,7 @@ Status PrefixCache::attach(Sequence& sequence, const Prefix& prefix) {
   sequence.score.clear();
   sequence.cached_tokens = prefix.length;
   sequence.replay = prefix.replay;
+  sequence.draft_from = prefix.draft_from;
   if (prefix.length == 0) {
     return {};
   }
@@ -237,6 +241,7 @@ void PrefixCache::keep_state(Sequence& sequence) {
                                               static_cast<size_t>(sequence.length() - whole)),
                      .position = sequence.length(),
                      .decoder_from = sequence.replay.decoder_from,
+                     .draft_from = sequence.draft_from,
                      .state = *state,
                      .tail = sequence.length() > whole ? sequence.cache->page(sequence.kept_pages)
                                                        : kvcache::PageRef()},
@@ -257,13 +262,14 @@ void PrefixCache::store(kvcache::ObjectKind kind,
   const Status status = runtime_.pages().memory().read(
       bytes.data(), content.data(), static_cast<int64_t>(bytes.size()), nullptr);
   if (status.ok()) {
-    tiers_->put(
-        {.kind = kind,
-         .parent = sequence.kept,
-         .tokens = tokens,
-         .decoder_from = kind == kvcache::ObjectKind::kState ? sequence.replay.decoder_from : 0,
-         .first = bytes,
-         .second = {}});
+    const bool is_state = kind == kvcache::ObjectKind::kState;
+    tiers_->put({.kind = kind,
+                 .parent = sequence.kept,
+                 .tokens = tokens,
+                 .decoder_from = is_state ? sequence.replay.decoder_from : 0,
+                 .draft_from = is_state ? sequence.draft_from : 0,
+                 .first = bytes,
+                 .second = {}});
   }
 }
 

@@ -23,6 +23,7 @@ struct Prefix {
   std::vector<kvcache::PageRef> pages;
   kvcache::PageRef state;
   model::Replay replay;
+  int64_t draft_from = 0;  // StepSequence::draft_from
 };
 
 class PrefixCache {

@@ -85,7 +85,8 @@ Status Scheduler::propose(ModelInstance& instance) {
                          .sampler = &sequence->output.sampler(),
                          // Admission has promised room for no more.
                          .most = sequence->most_positions() - sequence->length() - 1,
-                         .replay = sequence->replay});
+                         .replay = sequence->replay,
+                         .draft_from = sequence->draft_from});
       decoding.push_back(sequence.get());
     }
   }
@@ -158,7 +159,9 @@ void Scheduler::run(ModelInstance& instance, model::Observer* observer) {
   }
   if (!outcome.ok()) {
     for (Sequence* sequence : members) {
-      finish(*sequence, {.status = outcome});
+      if (!sequence->ended) {
+        finish(*sequence, {.status = outcome});
+      }
     }
   }
 }
@@ -182,8 +185,11 @@ Status Scheduler::run_batch(ModelInstance& instance,
     wanted = std::max(wanted, sequence.output.wanted());
   }
   model::StepRunner& runner = *instance.runner;
+  Speculator* const speculator = instance.speculator.get();
+  const bool draft_context =
+      observer != nullptr || (speculator != nullptr && speculator->keeps_context());
   const double begin = now_seconds();
-  CACHALOT_TRY(const TensorView rows, runner.run(batch, observer));
+  CACHALOT_TRY(const TensorView rows, runner.run(batch, observer, draft_context));
   CACHALOT_TRY(const StepLogits logits, StepLogits::read(runner, rows, wanted, temperature));
   const double seconds = now_seconds() - begin;
   if (observer != nullptr) {
@@ -208,7 +214,6 @@ Status Scheduler::run_batch(ModelInstance& instance,
     }
   }
   stats_.last_batch_rows += batch_rows;
-  Speculator* const speculator = instance.speculator.get();
   if (speculator != nullptr && observer == nullptr && decoding > 0) {
     if (decode_rows == batch_rows) {
       speculator->policy().record_step(decode_rows, seconds);
@@ -219,17 +224,20 @@ Status Scheduler::run_batch(ModelInstance& instance,
   }
   CACHALOT_RETURN_IF_ERROR(runner.commit(accepted));
   for (size_t i = 0; i < members.size(); ++i) {
+    members[i]->draft_from = draft_context ? members[i]->draft_from : members[i]->length();
     instance.prefixes.keep(*members[i]);
     deliver(*members[i], logits, first_row[i], logit_rows[i]);
   }
   if (observer != nullptr && speculator != nullptr && members[0]->left() > 0) {
     const Sequence& sequence = *members[0];
     const int32_t& next = sequence.tokens[static_cast<size_t>(sequence.length())];
-    return visit_drafts(
-        runner,
-        {.view = &sequence.cache->view(), .tokens = {&next, 1}, .replay = sequence.replay},
-        runtime_.config().dspark_block_size,
-        *observer);
+    return visit_drafts(runner,
+                        {.view = &sequence.cache->view(),
+                         .tokens = {&next, 1},
+                         .replay = sequence.replay,
+                         .draft_from = sequence.draft_from},
+                        runtime_.config().dspark_block_size,
+                        *observer);
   }
   return {};
 }

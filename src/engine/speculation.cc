@@ -174,6 +174,7 @@ bool DraftPolicy::next(int64_t requests) {
   }
   const double gained = gain(requests);
   if (gained > kLeastGain) {
+    hopeless_ = 0;
     pause_ = trial_ < kTrial ? pause_ : 0;
     // A small gain hangs on the cost of plain steps, and loses little by them.
     const auto every = static_cast<int64_t>(std::min((gained - 1) / kPlainShare, 1e3));
@@ -183,11 +184,17 @@ bool DraftPolicy::next(int64_t requests) {
     since_plain_ = 0;
     return false;
   }
-  // What cannot pay even if all drafts are kept costs nothing to ask again.
   if (requests_ > 0) {
     pause(requests);
+  } else {
+    // What cannot pay even if all drafts are kept costs nothing to ask again.
+    ++hopeless_;
   }
   return false;
+}
+
+bool DraftPolicy::keeps_context() const {
+  return wait_ < window_ && hopeless_ <= kFirstPause;
 }
 
 void DraftPolicy::pause(int64_t requests) {
@@ -197,6 +204,7 @@ void DraftPolicy::pause(int64_t requests) {
       std::clamp(std::max(2 * pause_, static_cast<int64_t>(earned)), kFirstPause, kLongestPause);
   wait_ = pause_ - 1;
   trial_ = kTrial - kRetrial;
+  hopeless_ = 0;
   requests_ = rows_ = tokens_ = lost_ = 0;
   std::fill(kept_.begin(), kept_.end(), Kept());
 }
@@ -292,11 +300,17 @@ Status Speculator::calibrate(model::StepRunner& runner,
 Result<std::vector<Proposal>> Speculator::propose(model::StepRunner& runner,
                                                   std::span<const Member> members) {
   std::vector<Proposal> proposals(members.size());
-  const auto useful = std::any_of(
-      members.begin(), members.end(), [](const Member& member) { return member.most > 0; });
+  std::vector<int64_t> most;
+  for (const Member& member : members) {
+    const int64_t seen_from =
+        std::max(member.replay.decoder_from, member.view->length - config_.sliding_window);
+    most.push_back(member.draft_from <= seen_from ? member.most : 0);
+  }
+  const bool useful = std::any_of(most.begin(), most.end(), [](int64_t m) { return m > 0; });
   const auto n = static_cast<int64_t>(members.size());
   const bool fixed = options_.length > 0;
-  drafted_ = useful && (fixed || policy_.next(n));
+  // A pause goes on whether or not there is something to draft.
+  drafted_ = (fixed || policy_.next(n)) && useful;
   if (!drafted_) {
     return proposals;
   }
@@ -306,8 +320,10 @@ Result<std::vector<Proposal>> Speculator::propose(model::StepRunner& runner,
   std::vector<float> temperature;
   int64_t wanted = 1;
   for (const Member& member : members) {
-    sequences.push_back(
-        {.view = member.view, .tokens = {&member.anchor, 1}, .replay = member.replay});
+    sequences.push_back({.view = member.view,
+                         .tokens = {&member.anchor, 1},
+                         .replay = member.replay,
+                         .draft_from = member.draft_from});
     previous.push_back(member.anchor);
     temperature.push_back(member.sampler->temperature());
     wanted = std::max(wanted, member.sampler->wanted(false));
@@ -328,7 +344,7 @@ Result<std::vector<Proposal>> Speculator::propose(model::StepRunner& runner,
                    }));
       Distribution& from = drawn_from.value();
       previous[i] = from.pick(sampler.uniform(Draw::kDraft, static_cast<uint64_t>(k))).value();
-      if (k < members[i].most) {
+      if (k < most[i]) {
         const double before = k == 0 ? 1.0 : survival[i].back();
         const double calibration =
             temperatures_.empty() ? 1.0 : temperatures_[static_cast<size_t>(k)];

@@ -78,13 +78,19 @@ std::vector<int64_t> verify_lengths(const StepCost& cost,
 // confidences choose the rows, corrected by what became of earlier drafts. Drafts that lose time
 // are left alone until it is 1 % of what went by, and more and more seldom after that. While they
 // pay, a plain step now and then keeps the measured cost of plain steps true.
+//
+// The drafter's context has its price in every step, so it is left alone, too, while no draft is
+// near: in a pause up to as many steps before its end as the drafter looks back, and where drafts
+// could not pay for as long as a first pause.
 class DraftPolicy {
  public:
-  // `block`: drafts of a request and step, at most.
-  explicit DraftPolicy(int64_t block) : kept_(static_cast<size_t>(block)) {}
+  // `block`: drafts of a request and step, at most. `window`: positions that a draft looks back.
+  DraftPolicy(int64_t block, int64_t window) : window_(window), kept_(static_cast<size_t>(block)) {}
 
   // Whether the next decode step, of `requests`, should draft. To be asked once per step.
   bool next(int64_t requests);
+  // Whether it, and steps of prompts until next() is asked again, should extend the context.
+  bool keeps_context() const;
 
   // What the drafter's logit says of a draft: the probability that it is kept if all before it are.
   // A NaN says nothing: 0.
@@ -128,6 +134,7 @@ class DraftPolicy {
   double gain(int64_t requests) const;
   void pause(int64_t requests);
 
+  int64_t window_;
   StepCost step_, draft_;
   double bias_ = 0;  // of the confidence logits
   // Since the last pause: by position, and decaying sums over the steps with drafts.
@@ -138,6 +145,7 @@ class DraftPolicy {
   int64_t wait_ = 0;         // steps left of a pause
   int64_t pause_ = 0;        // length of the last pause
   int64_t since_plain_ = 0;  // steps with drafts since the last without
+  int64_t hopeless_ = 0;     // steps, up to the last, in which drafts could not pay
 };
 
 struct SpeculationOptions {
@@ -157,7 +165,7 @@ class Speculator {
       : config_(config),
         options_(options),
         temperatures_(std::move(temperatures)),
-        policy_(config.dspark_block_size) {}
+        policy_(config.dspark_block_size, config.sliding_window) {}
 
   // Measures a draft of one request, and steps of 1, 2, 4, ... up to `most_rows` rows, on an empty
   // cache, so that the first decisions have something to go by; decode refreshes it. Ends
@@ -171,10 +179,14 @@ class Speculator {
     const Sampler* sampler = nullptr;
     int64_t most = 0;  // drafts that it has use and room for
     model::Replay replay;
+    int64_t draft_from = 0;  // StepSequence::draft_from
   };
-  // One proposal per member, empty where drafting does not pay. The members' caches hold the draft
-  // context.
+  // One proposal per member, empty where drafting does not pay or where the draft context lacks
+  // rows of the member's window: drafts, and what is learned from them, are those of a context that
+  // was never left alone.
   Result<std::vector<Proposal>> propose(model::StepRunner& runner, std::span<const Member> members);
+  // Whether the next step, behind a propose() if it decodes, should extend the draft context.
+  bool keeps_context() const { return options_.length > 0 || policy_.keeps_context(); }
   // Whether the last propose() ran the drafter. If so the policy must hear of the step's outcome,
   // even if no draft was worth a row.
   bool drafted() const { return drafted_; }

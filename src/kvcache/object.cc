@@ -11,7 +11,7 @@
 namespace cachalot::kvcache {
 namespace {
 
-constexpr char kMagic[8] = {'C', 'A', 'C', 'H', 'O', 'B', 'J', '1'};
+constexpr char kMagic[8] = {'C', 'A', 'C', 'H', 'O', 'B', 'J', '2'};
 
 // All integers little-endian. Behind it: token ids, then the two parts.
 struct Header {
@@ -21,6 +21,7 @@ struct Header {
   uint64_t layout;
   PrefixKey parent;
   int64_t decoder_from;
+  int64_t draft_from;
   uint64_t kind;
   uint64_t tokens;
   uint64_t first_bytes;
@@ -52,6 +53,7 @@ std::string encode_object(const CacheLayout& layout, const Object& object) {
                 .layout = page_hash(layout),
                 .parent = object.parent,
                 .decoder_from = object.decoder_from,
+                .draft_from = object.draft_from,
                 .kind = static_cast<uint64_t>(object.kind),
                 .tokens = object.tokens.size(),
                 .first_bytes = object.first.size(),
@@ -94,10 +96,11 @@ Result<Object> parse_object(const CacheLayout& layout,
   const bool whole = header.kind == static_cast<uint64_t>(ObjectKind::kPage) &&
                      header.tokens == page_tokens && header.first_bytes == page &&
                      header.second_bytes == 0;
-  const bool state =
-      header.kind == static_cast<uint64_t>(ObjectKind::kState) && header.tokens < page_tokens &&
-      header.first_bytes == static_cast<uint64_t>(layout.state_bytes()) &&
-      header.second_bytes == (header.tokens > 0 ? page : 0) && header.decoder_from >= 0;
+  const bool state = header.kind == static_cast<uint64_t>(ObjectKind::kState) &&
+                     header.tokens < page_tokens &&
+                     header.first_bytes == static_cast<uint64_t>(layout.state_bytes()) &&
+                     header.second_bytes == (header.tokens > 0 ? page : 0) &&
+                     header.decoder_from >= 0 && header.draft_from >= 0;
   if ((!whole && !state) || header.bytes != sizeof header + header.tokens * 4 + header.first_bytes +
                                                 header.second_bytes) {
     return error(Code::kDataLoss,
@@ -114,6 +117,7 @@ Result<Object> parse_object(const CacheLayout& layout,
                 .parent = header.parent,
                 .tokens = tokens,
                 .decoder_from = header.decoder_from,
+                .draft_from = header.draft_from,
                 .first = {parts, header.first_bytes},
                 .second = {parts + header.first_bytes, header.second_bytes}};
   if (object.key() != key) {

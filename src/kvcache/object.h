@@ -27,7 +27,8 @@ struct Object {
   ObjectKind kind = ObjectKind::kPage;
   PrefixKey parent;                 // prefix before the tokens
   std::span<const int32_t> tokens;  // a page's; of a state those behind the last whole page
-  int64_t decoder_from = 0;         // of a state
+  int64_t decoder_from = 0;         // of a state: PrefixIndex::NewState
+  int64_t draft_from = 0;           // likewise
   std::span<const uint8_t> first;   // the page, or the state
   std::span<const uint8_t> second;  // a state's last page
 

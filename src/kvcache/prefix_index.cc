@@ -59,6 +59,7 @@ PrefixIndex::Match PrefixIndex::find(std::span<const int32_t> tokens,
         touch(found, now);
         match.state = {.position = state.position,
                        .decoder_from = state.decoder_from,
+                       .draft_from = state.draft_from,
                        .state = state.state.for_use(),
                        .tail = state.tail.for_use()};
         return match;
@@ -100,9 +101,12 @@ bool PrefixIndex::keep_state(const NewState& state, double now) {
     if (entry.parent != state.parent || !equal(entry.tokens, state.tokens)) {
       return false;
     }
-    // The one that is there serves as well, unless it lacks rows that this one has.
-    if (state.decoder_from < entry.decoder_from) {
+    // The one that is there serves as well, unless it lacks rows that this one has; those of the
+    // decoder count first.
+    if (std::pair(state.decoder_from, state.draft_from) <
+        std::pair(entry.decoder_from, entry.draft_from)) {
       entry.decoder_from = state.decoder_from;
+      entry.draft_from = state.draft_from;
       entry.state = state.state.for_cache();
     }
     touch(made, now);
@@ -112,6 +116,7 @@ bool PrefixIndex::keep_state(const NewState& state, double now) {
            .tokens = {state.tokens.begin(), state.tokens.end()},
            .position = state.position,
            .decoder_from = state.decoder_from,
+           .draft_from = state.draft_from,
            .state = state.state.for_cache(),
            .tail = state.tail.for_cache(),
            .used = ++tick_,

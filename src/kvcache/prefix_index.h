@@ -40,6 +40,7 @@ class PrefixIndex {
     struct State {
       int64_t position = 0;
       int64_t decoder_from = 0;  // as given to keep_state()
+      int64_t draft_from = 0;    // likewise
       PageRef state;
       PageRef tail;
     };
@@ -64,13 +65,14 @@ class PrefixIndex {
 
   // Keeps the window state at `position`: after the prefix `parent` and `tokens`, less than a page,
   // behind it. `tail` holds these (empty if there are none): its owner may go on writing rows
-  // behind the position. `decoder_from` is the first position of which the decoder's rings have
-  // rows. False: not kept.
+  // behind the position. `decoder_from` and `draft_from` are the first positions of which the rings
+  // of the decoder and of the drafter have rows. False: not kept.
   struct NewState {
     PrefixKey parent;
     std::span<const int32_t> tokens;
     int64_t position = 0;
     int64_t decoder_from = 0;
+    int64_t draft_from = 0;
     PageRef state, tail;
   };
   bool keep_state(const NewState& state, double now);
@@ -104,6 +106,7 @@ class PrefixIndex {
     std::vector<int32_t> tokens;  // behind it
     int64_t position = 0;
     int64_t decoder_from = 0;
+    int64_t draft_from = 0;
     PageRef state, tail;
     uint64_t used = 0;
     double expires = 0;

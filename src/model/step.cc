@@ -41,14 +41,14 @@ Status check_sequence(const ModelConfig& config, const StepSequence& sequence) {
 }
 
 // Whether the caches of a step hold the drafter's rings; all or none must.
-StepKind step_kind(const Model& model, std::span<const StepSequence> sequences) {
+bool have_draft_rings(const Model& model, std::span<const StepSequence> sequences) {
   const size_t layers = model.layers.size(), stages = model.draft.size();
   const bool context = stages > 0 && sequences[0].view->rings.size() > layers;
   for (const StepSequence& sequence : sequences) {
     const size_t rings = sequence.view->rings.size();
     CACHALOT_CHECK(rings == (context ? layers + stages : layers), rings, layers, stages);
   }
-  return context ? StepKind::kTargetWithContext : StepKind::kTarget;
+  return context;
 }
 
 // The block of every sequence: its anchor, then noise.
@@ -62,7 +62,8 @@ StepPlan make_draft_plan(const ModelConfig& c, std::span<const StepSequence> seq
     plan.row_begin.push_back(static_cast<int32_t>(plan.rows));
     plan.start.push_back(start);
     // The context has the rows of the decoder layers.
-    plan.floor.push_back(static_cast<int32_t>(sequences[s].replay.decoder_from));
+    plan.floor.push_back(
+        static_cast<int32_t>(std::max(sequences[s].replay.decoder_from, sequences[s].draft_from)));
     for (int32_t i = 0; i < c.dspark_block_size; ++i) {
       plan.token.push_back(i == 0 ? sequences[s].tokens[0]
                                   : static_cast<int32_t>(c.dspark_noise_token_id));
@@ -77,9 +78,12 @@ StepPlan make_draft_plan(const ModelConfig& c, std::span<const StepSequence> seq
 }
 
 // The rows that run through the encoder layers, or those that also run through the decoder layers.
-StepPlan make_plan(const Model& model, std::span<const StepSequence> sequences, bool decoder) {
+StepPlan make_plan(const Model& model,
+                   StepKind kind,
+                   std::span<const StepSequence> sequences,
+                   bool decoder) {
   const ModelConfig& c = model.config;
-  StepPlan plan{.kind = step_kind(model, sequences)};
+  StepPlan plan{.kind = kind};
   for (const LayerSpec& layer : model.layers) {
     if (layer.ratio > 0) {
       plan.groups[layer.ratio];
@@ -293,15 +297,19 @@ void StepRunner::set_timer(ops::OpTimer* timer) {
   state_->context.timer = timer;
 }
 
-Result<TensorView> StepRunner::run(std::span<const StepSequence> sequences, Observer* observer) {
+Result<TensorView> StepRunner::run(std::span<const StepSequence> sequences,
+                                   Observer* observer,
+                                   bool draft_context) {
   State& s = *state_;
   s.exec.reset();
   for (const StepSequence& sequence : sequences) {
     CACHALOT_RETURN_IF_ERROR(check_sequence(s.model.config, sequence));
   }
   s.restart(sequences);
-  s.plan = make_plan(s.model, s.sequences, false);
-  s.decoder_plan = make_plan(s.model, s.sequences, true);
+  const bool extends = have_draft_rings(s.model, s.sequences) && draft_context;
+  const StepKind kind = extends ? StepKind::kTargetWithContext : StepKind::kTarget;
+  s.plan = make_plan(s.model, kind, s.sequences, false);
+  s.decoder_plan = make_plan(s.model, kind, s.sequences, true);
   const bool recorded = s.records(s.plan, s.decoder_plan, observer);
   if (recorded) {
     pad_groups(s.plan);
@@ -319,8 +327,7 @@ Result<TensorView> StepRunner::run(std::span<const StepSequence> sequences, Obse
                                        recorded);
   TensorView logits;
   const Status status = s.run_body(*s.exec, recorded, [&] {
-    logits = s.plan.kind == StepKind::kTargetWithContext ? forward_with_context(*s.exec, s.model)
-                                                         : forward(*s.exec, s.model);
+    logits = extends ? forward_with_context(*s.exec, s.model) : forward(*s.exec, s.model);
   });
   if (!status.ok()) {
     s.exec.reset();
@@ -374,9 +381,10 @@ Status StepRunner::draft(std::span<const StepSequence> sequences, Observer* obse
   for (const StepSequence& sequence : sequences) {
     CACHALOT_RETURN_IF_ERROR(check_sequence(s.model.config, sequence));
     CACHALOT_CHECK(sequence.tokens.size() == 1, sequence.tokens.size());
+    CACHALOT_CHECK(
+        sequence.draft_from <= sequence.view->length, sequence.draft_from, sequence.view->length);
   }
-  CACHALOT_CHECK(step_kind(s.model, s.sequences) == StepKind::kTargetWithContext,
-                 s.model.draft.size());
+  CACHALOT_CHECK(have_draft_rings(s.model, s.sequences), s.model.draft.size());
   s.plan = make_draft_plan(s.model.config, s.sequences);
   const bool recorded = s.records(s.plan, s.plan, observer);
   InferExec exec(s.model,

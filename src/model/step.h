@@ -39,6 +39,8 @@ struct StepSequence {
   bool all_logits = false;            // logits of every row, else of the last one only
   bool no_logits = false;             // none (a prefill chunk before the last)
   Replay replay;
+  // Of a draft: the steps that ran the positions below left the draft context alone.
+  int64_t draft_from = 0;
 };
 
 // Engram classes of the N - 1 positions behind `tokens`, as SequenceView::lookback has them; empty
@@ -61,8 +63,8 @@ struct TopLogits {
 
 // Runs steps over one execution context. Not thread-safe; one step at a time.
 //
-// Where the model has a drafter and the caches hold its rings, every step also extends the draft
-// context. A round of speculation is then
+// Where the model has a drafter and the caches hold its rings, a step also extends the draft
+// context, unless it is told to leave it alone. A round of speculation is then
 //
 //   draft(anchors), next_draft(anchors), next_draft(first drafts), ...   up to dspark_block_size
 //   run(anchor and drafts of each sequence, all_logits), commit(anchor and the accepted drafts)
@@ -78,8 +80,11 @@ class StepRunner {
   // Runs the step and leaves every sequence's view as it was, except for compressed rows behind
   // `length`, which the next step may overwrite. Returns the logits [N, V] f32, in sequence and row
   // order, in the backend's memory; they stay valid until the next run() or draft(), and a device
-  // may still be at work on them. Tokens outside of the vocabulary are an error.
-  Result<TensorView> run(std::span<const StepSequence> sequences, Observer* observer = nullptr);
+  // may still be at work on them. Tokens outside of the vocabulary are an error. Without
+  // `draft_context` commit() leaves the drafter's rings as they are.
+  Result<TensorView> run(std::span<const StepSequence> sequences,
+                         Observer* observer = nullptr,
+                         bool draft_context = true);
 
   // Makes the first accepted[s] rows of the last step part of sequence s: window rings, open
   // groups, look-back and length. Fewer than were run: the rest never happened.

@@ -21,10 +21,11 @@ class GeneratorTest : public T1Fixture {
   static std::vector<float> step(model::StepRunner& runner,
                                  kvcache::SequenceCache& cache,
                                  std::span<const int32_t> ids,
-                                 int32_t accepted = -1) {
+                                 int32_t accepted = -1,
+                                 bool draft_context = true) {
     EXPECT_TRUE(cache.reserve(cache.view().length + static_cast<int64_t>(ids.size())).ok());
     const model::StepSequence sequence{.view = &cache.view(), .tokens = ids, .all_logits = true};
-    const auto logits = runner.run({&sequence, 1});
+    const auto logits = runner.run({&sequence, 1}, nullptr, draft_context);
     EXPECT_TRUE(logits.ok()) << logits.error().message();
     std::vector<float> values(logits->as<float>(), logits->as<float>() + logits->shape.elements());
     const int32_t n = accepted < 0 ? static_cast<int32_t>(ids.size()) : accepted;
@@ -255,8 +256,10 @@ TEST_F(GeneratorTest, StopIdsStopStringsAndEos) {
 // Logits and confidences of the best drafts behind `anchor`.
 std::vector<float> drafts(model::StepRunner& runner,
                           kvcache::SequenceCache& cache,
-                          int32_t anchor) {
-  const model::StepSequence sequence{.view = &cache.view(), .tokens = {&anchor, 1}};
+                          int32_t anchor,
+                          int64_t draft_from = 0) {
+  const model::StepSequence sequence{
+      .view = &cache.view(), .tokens = {&anchor, 1}, .draft_from = draft_from};
   EXPECT_TRUE(runner.draft({&sequence, 1}).ok());
   std::vector<float> all;
   for (int k = 0; k < 3; ++k) {
@@ -296,6 +299,38 @@ TEST_F(GeneratorTest, DraftsDoNotDependOnHowTheContextCame) {
         step(*runner, *cache, rows, static_cast<int32_t>(right));
       }
       EXPECT_EQ(drafts(*runner, *cache, 33), expected) << length << " " << verified;
+    }
+  }
+}
+
+// Steps that leave the draft context alone give the same logits, and drafts behind them see what
+// later steps have added: all that there is to see once that is a window.
+TEST_F(GeneratorTest, ADraftContextThatWasLeftAlone) {
+  const auto runtime = open({.draft = true});
+  const auto runner = make_runner(*runtime);
+  const int64_t window = runtime->config().sliding_window;
+  for (const int64_t before : {0, 5, 20}) {
+    for (const int64_t left : {1, 3, 11}) {
+      const auto whole = make_cache(*runtime), cache = make_cache(*runtime);
+      const std::vector<int32_t> ids = tokens(before + left + window);
+      const std::span<const int32_t> all(ids);
+      step(*runner, *whole, all.first(static_cast<size_t>(before + left)));
+      if (before > 0) {
+        step(*runner, *cache, all.first(static_cast<size_t>(before)));
+      }
+      for (int64_t i = before; i < before + left; ++i) {
+        step(*runner, *cache, all.subspan(static_cast<size_t>(i), 1), -1, false);
+      }
+      const int64_t from = before + left;
+      for (int64_t i = from;; ++i) {
+        EXPECT_EQ(drafts(*runner, *cache, 33, from), drafts(*runner, *whole, 33, from)) << i;
+        if (i == from + window) {
+          break;
+        }
+        const auto next = all.subspan(static_cast<size_t>(i), 1);
+        EXPECT_EQ(step(*runner, *cache, next), step(*runner, *whole, next)) << i;
+      }
+      EXPECT_EQ(drafts(*runner, *cache, 33, from), drafts(*runner, *whole, 33));
     }
   }
 }
@@ -441,6 +476,67 @@ TEST_F(GeneratorTest, WorthlessDraftsAreGivenUp) {
   }
   EXPECT_GT(drafts, 0);
   EXPECT_LT(drafts, 10);
+}
+
+// In a pause the draft context is left alone. Whenever drafts are tried again they are those of a
+// context that never was, and a request whose context lacks rows waits for them.
+TEST_F(GeneratorTest, DraftsBehindAPauseAreThoseOfAWholeContext) {
+  const auto runtime = open({.draft = true});
+  const auto runner = make_runner(*runtime);
+  const auto cache = make_cache(*runtime), whole = make_cache(*runtime);
+  std::vector<float> logits = step(*runner, *cache, tokens(5));
+  step(*runner, *whole, tokens(5));
+  Speculator speculator(runtime->config(), {}), fixed(runtime->config(), {.length = 3});
+  for (const int64_t rows : {1, 4}) {
+    speculator.policy().record_step(rows, 1.0);
+  }
+  const Sampler sampler({.temperature = 0});
+  int64_t draft_from = 0, trials = 0, left = 0;
+  bool drafted = false;
+  constexpr int kSteps = 700;
+  for (int i = 0; i < kSteps; ++i) {
+    const auto anchor = static_cast<int32_t>(std::max_element(logits.end() - 512, logits.end()) -
+                                             logits.end() + 512);
+    Speculator::Member member{.view = &cache->view(),
+                              .anchor = anchor,
+                              .sampler = &sampler,
+                              .most = 3,
+                              .draft_from = draft_from};
+    const auto proposals = speculator.propose(*runner, {&member, 1});
+    ASSERT_TRUE(proposals.ok());
+    trials += speculator.drafted() && !drafted ? 1 : 0;
+    drafted = speculator.drafted();
+    if (drafted) {
+      member.view = &whole->view();
+      member.draft_from = 0;
+      const auto expected = fixed.propose(*runner, {&member, 1});
+      for (size_t k = 0; k < 3; ++k) {
+        EXPECT_EQ((*proposals)[0][k].token, (*expected)[0][k].token) << i;
+        EXPECT_EQ((*proposals)[0][k].from.total, (*expected)[0][k].from.total) << i;
+      }
+      speculator.policy().record_draft_outcome(0, (*proposals)[0][0].confidence, false);
+      speculator.policy().record_outcome(1, 4, 1);
+    }
+    const bool context = speculator.keeps_context();
+    logits = step(*runner, *cache, {&anchor, 1}, -1, context);
+    EXPECT_EQ(step(*runner, *whole, {&anchor, 1}), logits);
+    draft_from = context ? draft_from : cache->view().length;
+    left += context ? 0 : 1;
+  }
+  // Pauses of 128 and 256 steps at least.
+  EXPECT_GE(trials, 3);
+  EXPECT_GT(left, 2 * kSteps / 3);
+  // Asked in the middle of the pause that goes on, for the policy would draft.
+  Speculator eager(runtime->config(), {.length = 3});
+  Speculator::Member member{.view = &cache->view(),
+                            .anchor = 7,
+                            .sampler = &sampler,
+                            .most = 3,
+                            .draft_from = cache->view().length - runtime->config().sliding_window};
+  EXPECT_FALSE((*eager.propose(*runner, {&member, 1}))[0].empty());
+  ++member.draft_from;
+  EXPECT_TRUE((*eager.propose(*runner, {&member, 1}))[0].empty());
+  EXPECT_FALSE(eager.drafted());
 }
 
 // A stored temperature decides with the confidence whether a draft is worth its row.

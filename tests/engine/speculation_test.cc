@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
+#include <functional>
 #include <numeric>
 
 #include "base/file.h"
@@ -303,12 +304,17 @@ struct Simulation {
 
   double cost(int64_t rows) const { return step_seconds[static_cast<size_t>(rows - 1)]; }
 
-  // Seconds of `steps` steps of one request over those of as many tokens without drafts.
-  double slowdown(DraftPolicy& policy, int64_t steps) const {
+  // Seconds of `steps` steps of one request over those of as many tokens without drafts. `watch`
+  // hears of every step whether it drafts, and the policy is the one that said so.
+  double slowdown(
+      DraftPolicy& policy, int64_t steps, const std::function<void(bool)>& watch = [](bool) {
+      }) const {
     double seconds = 0, tokens = 0, owed = 0;
     for (int64_t i = 0; i < steps; ++i) {
       int64_t drafts = 0, kept = 0;
-      if (policy.next(1)) {
+      const bool tries = policy.next(1);
+      watch(tries);
+      if (tries) {
         policy.record_draft(1, draft_seconds);
         seconds += draft_seconds;
         const double confidence = policy.confidence(logit);
@@ -334,9 +340,11 @@ struct Simulation {
   }
 };
 
+constexpr int64_t kWindow = 64;
+
 // What a policy knows when decoding begins.
 DraftPolicy measured(const Simulation& simulation) {
-  DraftPolicy policy(simulation.block);
+  DraftPolicy policy(simulation.block, kWindow);
   policy.record_draft(1, simulation.draft_seconds);
   for (int64_t rows = 1; rows <= simulation.block + 1; ++rows) {
     policy.record_step(rows, simulation.cost(rows));
@@ -403,7 +411,7 @@ TEST(DraftPolicy, TurnsItselfDownAgainstABoastingDrafter) {
 
 // Where even right drafts lose nothing is ever drafted, and a batch in which they win is seen.
 TEST(DraftPolicy, WhatCannotPayIsNotTried) {
-  DraftPolicy policy(3);
+  DraftPolicy policy(3, kWindow);
   policy.record_draft(1, 0.26);
   policy.record_draft(4, 0.89);
   for (const auto& [rows, seconds] : {std::pair(1, 0.31), {2, 0.43}, {4, 0.89}, {16, 3.39}}) {
@@ -411,10 +419,37 @@ TEST(DraftPolicy, WhatCannotPayIsNotTried) {
   }
   for (int i = 0; i < 1000; ++i) {
     EXPECT_FALSE(policy.next(4));
+    // Not at once: it may be one of few.
+    EXPECT_EQ(policy.keeps_context(), i < 128);
   }
   EXPECT_TRUE(policy.next(1));
+  EXPECT_TRUE(policy.keeps_context());
   EXPECT_EQ(policy.lengths(0.26, {{0.5, 0.25, 0.125}, {0.5}}).size(), 2u);
   EXPECT_EQ(policy.lengths(0.26, {{0.5, 0.25, 0.125}}), std::vector<int64_t>{3});
+}
+
+// A pause leaves the context alone for most of its time, and a draft always finds all of it.
+TEST(DraftPolicy, TheContextIsThereWhenADraftIs) {
+  const Simulation bad = bad_drafts();
+  DraftPolicy policy = measured(bad);
+  int64_t rows = kWindow, drafts = 0, extended = 0;
+  constexpr int64_t kSteps = 40000;
+  bad.slowdown(policy, kSteps, [&](bool tries) {
+    if (tries) {
+      EXPECT_GE(rows, kWindow);
+      EXPECT_TRUE(policy.keeps_context());
+      ++drafts;
+    }
+    rows = policy.keeps_context() ? rows + 1 : 0;
+    extended += policy.keeps_context() ? 1 : 0;
+  });
+  EXPECT_GT(drafts, 20);
+  // Pauses of 128, 256, ... 4096, 4096, ...: 14 in all, each with a window before its end.
+  EXPECT_LT(extended, 14 * kWindow + drafts);
+  // Good drafts need it in every step.
+  const Simulation good = good_drafts();
+  DraftPolicy drafting = measured(good);
+  good.slowdown(drafting, 1000, [&](bool) { EXPECT_TRUE(drafting.keeps_context()); });
 }
 
 TEST(DraftPolicy, ComesBackWhenDraftsPayAgain) {
@@ -430,7 +465,7 @@ TEST(DraftPolicy, PlainStepsAreMeasuredAgain) {
   Simulation simulation = bad_drafts();
   simulation.draft_seconds = 0.5;
   simulation.right = 0.3;
-  DraftPolicy policy(simulation.block);
+  DraftPolicy policy(simulation.block, kWindow);
   policy.record_step(1, 10.0);  // a busy machine, at the start
   simulation.slowdown(policy, 400);
   EXPECT_LT(simulation.slowdown(policy, 4000), 1.02);

@@ -26,7 +26,8 @@ class PrefixIndexTest : public testing::Test {
             const std::vector<int32_t>& ids,
             bool with_state,
             int64_t decoder_from = 0,
-            double now = 0) {
+            double now = 0,
+            int64_t draft_from = 0) {
     PrefixKey key = index.root();
     const std::span<const int32_t> all(ids);
     size_t begin = 0;
@@ -43,6 +44,7 @@ class PrefixIndexTest : public testing::Test {
                                             .tokens = all.subspan(begin),
                                             .position = static_cast<int64_t>(ids.size()),
                                             .decoder_from = decoder_from,
+                                            .draft_from = draft_from,
                                             .state = std::move(*states_.take()),
                                             .tail = begin < ids.size() ? page() : PageRef()},
                                            now);
@@ -87,6 +89,20 @@ TEST_F(PrefixIndexTest, TheCallerChoosesAmongStates) {
   ASSERT_TRUE(keep(index_, tokens(8), true, 0));
   EXPECT_EQ(index_.find(tokens(9), complete, 0).state->position, 8);
   EXPECT_EQ(index_.state_count(), 2);
+}
+
+// Rows of the drafter are worth a replacement, but not for rows of the decoder.
+TEST_F(PrefixIndexTest, StatesWithMoreDrafterRowsReplaceOthers) {
+  const auto draft_from = [&] { return find(index_, tokens(9)).state->draft_from; };
+  ASSERT_TRUE(keep(index_, tokens(8), true, 2, 0, 8));
+  EXPECT_EQ(draft_from(), 8);
+  ASSERT_TRUE(keep(index_, tokens(8), true, 3, 0, 0));
+  EXPECT_EQ(draft_from(), 8);
+  ASSERT_TRUE(keep(index_, tokens(8), true, 2, 0, 5));
+  EXPECT_EQ(draft_from(), 5);
+  ASSERT_TRUE(keep(index_, tokens(8), true, 0, 0, 7));
+  EXPECT_EQ(draft_from(), 7);
+  EXPECT_EQ(find(index_, tokens(9)).state->decoder_from, 0);
 }
 
 // what another model computed is not found.
