@@ -8,6 +8,13 @@
 #include "base/format.h"
 
 namespace cachalot::engine {
+namespace {
+
+// Waiting requests whose prefixes are read from the stores: enough to have the next ones there in
+// time, and few, for what was read lies in memory until they are admitted.
+constexpr int kReadAhead = 4;
+
+}  // namespace
 
 Scheduler::Scheduler(Runtime& runtime,
                      const EngineOptions& options,
@@ -157,7 +164,6 @@ void Scheduler::add(RequestId id, EngineRequest request, EventSink sink) {
     return;
   }
   sequence->instance = *std::move(instance);
-  sequence->instance->prefixes.read_ahead(*sequence);
   waiting_.emplace(rank, std::move(sequence));
 }
 
@@ -233,10 +239,24 @@ int64_t Scheduler::pages_missing(const Sequence& sequence) const {
   return pages_for(sequence.most_positions()) - sequence.cache->page_count();
 }
 
+void Scheduler::read_ahead() {
+  int left = kReadAhead;
+  for (auto next = waiting_.begin(); next != waiting_.end() && left > 0; ++next, --left) {
+    Sequence& sequence = *next->second;
+    if (!std::exchange(sequence.read, true)) {
+      sequence.instance->prefixes.read_ahead(sequence);
+    }
+  }
+}
+
 void Scheduler::admit() {
   while (!waiting_.empty()) {
+    read_ahead();
     const auto next = waiting_.begin();
     Sequence& sequence = *next->second;
+    if (sequence.load != nullptr && !sequence.load->ready() && !running_.empty()) {
+      return;  // room is not what it lacks
+    }
     bool started = false;
     if (static_cast<int64_t>(running_.size()) < options_.max_running) {
       const Result<bool> result = start(sequence);
@@ -270,12 +290,7 @@ bool Scheduler::fits(const Sequence& sequence, const Prefix& prefix) const {
 Result<bool> Scheduler::start(Sequence& sequence) {
   const bool resumed = !sequence.saved.empty();
   PrefixCache& prefixes = sequence.instance->prefixes;
-  if (sequence.load != nullptr) {
-    if (!sequence.load->ready() && !running_.empty()) {
-      return false;
-    }
-    CACHALOT_RETURN_IF_ERROR(prefixes.absorb(sequence));
-  }
+  CACHALOT_RETURN_IF_ERROR(prefixes.absorb(sequence));
   Prefix prefix = resumed ? Prefix() : prefixes.find(sequence);
   if (!fits(sequence, prefix)) {
     if (!running_.empty()) {

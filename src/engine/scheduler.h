@@ -77,10 +77,12 @@ class Scheduler {
   Result<std::shared_ptr<ModelInstance>> instance_of(
       const std::shared_ptr<const LoadedModel>& loaded);
   void end_expired();
+  // Asks the stores for the prefixes of the requests that are next.
+  void read_ahead();
   void admit();
   // Whether the worst case fits beside what is promised to others.
   bool fits(const Sequence& sequence, const Prefix& prefix) const;
-  // False: there is no room now, or its prefix is still being read.
+  // Waits for its prefix if that is still being read. False: there is no room now.
   Result<bool> start(Sequence& sequence);
   bool preempt_below(int64_t priority);
   // Pages that a request can still need.

@@ -4,9 +4,11 @@
 // and not pages; "uses" holds (time of the last use, bytes) of each, from which the order of
 // eviction is rebuilt when the database is opened without reading any object. RocksDB's own expiry
 // counts from the write and its size limits leave out blobs, so both bounds are kept here.
+#include <rocksdb/cache.h>
 #include <rocksdb/db.h>
 #include <rocksdb/env.h>
 #include <rocksdb/listener.h>
+#include <rocksdb/table.h>
 
 #include <algorithm>
 #include <chrono>
@@ -33,6 +35,12 @@ namespace {
 constexpr double kUseStepSeconds = 60;
 constexpr double kResumeSeconds = 1;
 constexpr double kStallSeconds = 2;
+// RocksDB would keep every file of the database open, 2,000 of 64 GiB, and connections would lack
+// these descriptors. To open one again costs less than to read an object.
+constexpr int kMostOpenFiles = 64;
+// Blocks of keys; objects are not among them. RocksDB would give each family a cache of its own, of
+// 8 MiB or 32, and fill it in time with blocks of files that are long gone.
+constexpr size_t kBlockCacheBytes = size_t{2} << 20;
 
 double system_seconds() {
   return std::chrono::duration<double>(std::chrono::system_clock::now().time_since_epoch()).count();
@@ -72,6 +80,7 @@ rocksdb::Options database_options() {
   rocksdb::Options options;
   options.create_if_missing = true;
   options.create_missing_column_families = true;
+  options.max_open_files = kMostOpenFiles;
   options.info_log = std::make_shared<NoLog>();
   options.listeners = {std::make_shared<NoRecovery>()};
   return options;
@@ -102,7 +111,11 @@ class DiskStore : public ObjectStore {
     const auto piece =
         static_cast<uint64_t>(std::clamp(max_bytes_ / 16, int64_t{1} << 20, int64_t{32} << 20));
     options.max_total_wal_size = 2 * piece;
+    rocksdb::BlockBasedTableOptions tables;
+    tables.block_cache = rocksdb::NewLRUCache(kBlockCacheBytes);
+    const std::shared_ptr<rocksdb::TableFactory> format(rocksdb::NewBlockBasedTableFactory(tables));
     rocksdb::ColumnFamilyOptions objects;
+    objects.table_factory = format;
     objects.enable_blob_files = true;
     objects.enable_blob_garbage_collection = true;
     // Every compaction, which comes after four pieces, moves what is left in the oldest files: as
@@ -114,6 +127,7 @@ class DiskStore : public ObjectStore {
     objects.max_write_buffer_number = 4;
     objects.compression = rocksdb::kNoCompression;  // FP4 and FP8 rows do not compress
     rocksdb::ColumnFamilyOptions uses;
+    uses.table_factory = format;
     uses.write_buffer_size = piece;
     const std::vector<rocksdb::ColumnFamilyDescriptor> families = {
         {rocksdb::kDefaultColumnFamilyName, objects}, {"uses", uses}};

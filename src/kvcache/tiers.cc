@@ -128,8 +128,7 @@ std::shared_ptr<const Tiers::Load> Tiers::load(const PrefixKey& at, std::vector<
   {
     const std::lock_guard lock(mutex_);
     loads_.push_back([this, at, tokens = std::move(tokens), load] {
-      Loaded loaded;
-      do_load(at, tokens, loaded);
+      Loaded loaded = do_load(at, tokens, load);
       {
         const std::lock_guard done(load->mutex_);
         load->loaded_ = std::move(loaded);
@@ -142,10 +141,15 @@ std::shared_ptr<const Tiers::Load> Tiers::load(const PrefixKey& at, std::vector<
   return load;
 }
 
-void Tiers::do_load(const PrefixKey& at, std::span<const int32_t> tokens, Loaded& loaded) {
+Tiers::Loaded Tiers::do_load(const PrefixKey& at,
+                             std::span<const int32_t> tokens,
+                             const std::shared_ptr<Load>& load) {
+  Loaded loaded;
+  // One reference is the job's own.
+  const auto wanted = [&] { return load.use_count() > 1; };
   const auto page_tokens = static_cast<size_t>(layout_.page_tokens);
   std::vector<PrefixKey> keys = {at};
-  for (size_t begin = 0; begin + page_tokens <= tokens.size(); begin += page_tokens) {
+  for (size_t begin = 0; begin + page_tokens <= tokens.size() && wanted(); begin += page_tokens) {
     const PrefixKey key = keys.back().then(tokens.subspan(begin, page_tokens));
     Loaded::Item item;
     if (!find(ObjectKind::kPage, key, item)) {
@@ -156,10 +160,11 @@ void Tiers::do_load(const PrefixKey& at, std::span<const int32_t> tokens, Loaded
   }
   // States are few: only the end of what was found is worth the question.
   Loaded::Item state;
-  const Object wanted{.kind = ObjectKind::kState, .parent = keys.back()};
-  if (keeps_states_ && find(wanted.kind, wanted.key(), state)) {
+  const Object last{.kind = ObjectKind::kState, .parent = keys.back()};
+  if (keeps_states_ && wanted() && find(ObjectKind::kState, last.key(), state)) {
     loaded.items.push_back(std::move(state));
   }
+  return loaded;
 }
 
 bool Tiers::find(ObjectKind kind, const PrefixKey& key, Loaded::Item& item) {

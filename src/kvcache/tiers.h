@@ -77,7 +77,7 @@ class Tiers {
     bool ready_ = false;
     Loaded loaded_;
   };
-  // Looks for the pages of `tokens` behind the prefix `at`.
+  // Looks for the pages of `tokens` behind the prefix `at`, until nobody holds what it returns.
   std::shared_ptr<const Load> load(const PrefixKey& at, std::vector<int32_t> tokens);
 
   std::vector<TierStats> stats() const;
@@ -89,7 +89,9 @@ class Tiers {
 
   void run();
   void do_put(ObjectKind kind, const PrefixKey& key, const std::string& bytes);
-  void do_load(const PrefixKey& at, std::span<const int32_t> tokens, Loaded& loaded);
+  Loaded do_load(const PrefixKey& at,
+                 std::span<const int32_t> tokens,
+                 const std::shared_ptr<Load>& load);
   // The first undamaged object of any store.
   bool find(ObjectKind kind, const PrefixKey& key, Loaded::Item& item);
   // Notes a fault, and says so at most once a minute for each store.

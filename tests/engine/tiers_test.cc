@@ -3,6 +3,7 @@
 #include <filesystem>
 #include <fstream>
 
+#include "engine/prefix_cache.h"
 #include "tests/engine/scheduler_bench.h"
 #include "tests/engine/t1_fixture.h"
 #include "tests/support/redis_server.h"
@@ -114,6 +115,45 @@ TEST_F(TiersTest, A28_PagesComeBackFromMainMemory) {
   EXPECT_GT(tier(bench, "host").hits, 0u);
 }
 
+// What a state lacks of the draft context goes with it, in the index and through the stores.
+TEST_F(TiersTest, StatesKeepWhereTheirDraftContextBegins) {
+  const auto runtime = open({.draft = true});
+  const auto tiers =
+      std::move(kvcache::Tiers::open(runtime->layout(), {.host_bytes = 1 << 24}).value());
+  const auto sequence = [&] {
+    return Sequence(1, request(tokens(40)), {}, {}, 6, runtime->tokenizer(), 0);
+  };
+  PrefixCache first(*runtime, *runtime->loaded(), {}, tiers.get());
+  Sequence one = sequence();
+  one.cache = std::move(runtime->make_cache().value());
+  first.begin(one, 0);
+  ASSERT_TRUE(one.cache->reserve(2 * kPage).ok());
+  const auto runner = std::move(runtime->make_runner().value());
+  const model::StepSequence step{.view = &one.cache->view(),
+                                 .tokens = std::span(one.tokens).first(2 * kPage),
+                                 .no_logits = true};
+  ASSERT_TRUE(runner->run({&step, 1}, nullptr, false).ok());
+  const int32_t rows = 2 * kPage;
+  ASSERT_TRUE(runner->commit({&rows, 1}).ok());
+  one.draft_from = one.stop = rows;
+  first.keep(one);
+  tiers->flush();
+  PrefixCache second(*runtime, *runtime->loaded(), {}, tiers.get());
+  for (PrefixCache* prefixes : {&first, &second}) {
+    Sequence next = sequence();
+    prefixes->read_ahead(next);
+    ASSERT_TRUE(prefixes->absorb(next).ok());
+    const Prefix prefix = prefixes->find(next);
+    EXPECT_EQ(prefix.length, rows);
+    EXPECT_TRUE(prefix.state);
+    next.cache = std::move(runtime->make_cache().value());
+    ASSERT_TRUE(prefixes->attach(next, prefix).ok());
+    EXPECT_EQ(next.draft_from, rows);
+    ASSERT_TRUE(prefixes->attach(next, prefixes->cold(next)).ok());
+    EXPECT_EQ(next.draft_from, 0);
+  }
+}
+
 // Two engines share rows and window states through a server; when it dies they go on alone.
 TEST_F(TiersTest, EnginesShareThroughRedisAndOutliveIt) {
   test::RedisServer server;
@@ -142,6 +182,44 @@ TEST_F(TiersTest, EnginesShareThroughRedisAndOutliveIt) {
   // A server that was never there is no reason not to start.
   Bench third(*neighbour, options);
   EXPECT_TRUE(third.run(request(prompt)).same(expected));
+}
+
+// A request whose prefix is still being read lacks no room: nobody is preempted for it.
+TEST_F(TiersTest, ASlowStorePreemptsNobody) {
+  test::RedisServer server;
+  if (!server.running()) {
+    GTEST_SKIP() << "redis-server is not installed";
+  }
+  const auto runtime = open();
+  const std::vector<int32_t> prompt = tokens(40);
+  const Answer expected = cold(*runtime, prompt);
+  Bench bench(*runtime, {.max_running = 2, .tiers = {.redis = server.url()}});
+  server.freeze();
+  const RequestId low = bench.add(request(tokens(9), 30));
+  bench.scheduler().step();
+  EngineRequest urgent = request(prompt);
+  urgent.priority = 1;
+  const RequestId high = bench.add(std::move(urgent));
+  bench.finish();
+  EXPECT_TRUE(bench.answer(low).done);
+  EXPECT_TRUE(bench.answer(high).same(expected));
+  EXPECT_EQ(bench.stats().preemptions, 0u);
+}
+
+// What is read lies in memory until its request is admitted: the last of a long queue is not asked
+// for yet, and finds in the pool what those before it brought there.
+TEST_F(TiersTest, FewPrefixesAreReadAhead) {
+  const auto runtime = open();
+  Bench bench(*runtime, {.max_running = 1, .tiers = {.host_bytes = 1 << 22}});
+  std::vector<EngineRequest> requests;
+  for (int i = 0; i < 12; ++i) {
+    requests.push_back(request(tokens(40)));
+  }
+  for (const Answer& answer : bench.run_all(std::move(requests))) {
+    EXPECT_TRUE(answer.done);
+  }
+  // The first request and the four behind it look for a page and for a state.
+  EXPECT_EQ(tier(bench, "host").misses, 10u);
 }
 
 TEST_F(TiersTest, ATierThatCannotBeOpenedSaysSo) {

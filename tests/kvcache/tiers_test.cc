@@ -66,6 +66,7 @@ TEST(Object, RoundTripAndEveryDamage) {
                        .parent = key(2),
                        .tokens = two,
                        .decoder_from = 3,
+                       .draft_from = 5,
                        .first = state,
                        .second = page.rows};
   for (const Object& object : {page.object, partial}) {
@@ -76,6 +77,7 @@ TEST(Object, RoundTripAndEveryDamage) {
     EXPECT_EQ(parsed->kind, object.kind);
     EXPECT_EQ(parsed->parent, object.parent);
     EXPECT_EQ(parsed->decoder_from, object.decoder_from);
+    EXPECT_EQ(parsed->draft_from, object.draft_from);
     EXPECT_TRUE(std::ranges::equal(parsed->tokens, object.tokens));
     EXPECT_TRUE(std::ranges::equal(parsed->first, object.first));
     EXPECT_TRUE(std::ranges::equal(parsed->second, object.second));
@@ -199,6 +201,22 @@ TEST(DiskStore, TheDirectoryStaysNearItsBound) {
   // About a third of it is garbage in the mean, more while objects come faster than it is
   // collected.
   EXPECT_LE(most, 4 * kBound);
+}
+
+// Descriptors are for connections: what bounds those of the database reaches it.
+TEST(DiskStore, KeepsFewFilesOpen) {
+  const test::TempDirectory directory;
+  const auto store = std::move(open_disk_store(directory.path(), int64_t{1} << 30, 1000).value());
+  int files = 0, bounded = 0;
+  for (const auto& entry : std::filesystem::directory_iterator(directory.path())) {
+    if (entry.path().filename().string().starts_with("OPTIONS-")) {
+      const std::string options = read_file(entry.path().string()).value();
+      ++files;
+      bounded += options.find("max_open_files=64\n") != std::string::npos ? 1 : 0;
+    }
+  }
+  EXPECT_GT(files, 0);
+  EXPECT_EQ(bounded, files);
 }
 
 // Puts a file system of so many bytes, which this process alone sees, at `directory`. False: the
@@ -396,6 +414,26 @@ TEST(Tiers, LoadsAPrefixAndItsState) {
   EXPECT_EQ(stats[0].faults, 0u);
   EXPECT_GT(stats[0].hits, 4u);
   EXPECT_FALSE(Tiers::open(layout(), {.redis = "http://x"}).ok());
+}
+
+// What a request would have waited for is not read when it is gone.
+TEST(Tiers, LoadsThatNobodyHoldsAreLeft) {
+  test::RedisServer server;
+  if (!server.running()) {
+    GTEST_SKIP() << "redis-server is not installed";
+  }
+  auto tiers =
+      std::move(Tiers::open(layout(), {.host_bytes = 1 << 20, .redis = server.url()}).value());
+  const PageObject first(PrefixKey(), tokens(4), 1), second(first.object.key(), tokens(4, 5), 2);
+  tiers->put(first.object);
+  tiers->put(second.object);
+  tiers->flush();
+  server.freeze();
+  const auto held = tiers->load(first.object.key(), tokens(4, 50));  // waits for the server
+  tiers->load(PrefixKey(), tokens(15));
+  const auto last = tiers->load(PrefixKey(), tokens(5));
+  EXPECT_EQ(last->wait().items.size(), 1u);
+  EXPECT_EQ(tiers->stats()[0].hits, 1u);
 }
 
 TEST(RedisStore, ALostServerIsAMiss) {
