@@ -397,8 +397,9 @@ class Level {
     w.key("resident_bytes");
     if (idle) {
       w.value(idle->resident_bytes).field("descriptors", idle->descriptors);
+      w.field("cache_files", idle->cache_files);
     } else {
-      w.null().key("descriptors").null();
+      w.null().key("descriptors").null().key("cache_files").null();
     }
     w.end_object();
     std::fputs((w.text() + "\n").c_str(), stdout);
@@ -601,7 +602,8 @@ class Sampler {
     if (process_ != nullptr) {
       if (const auto footprint = process_->footprint(); footprint.ok()) {
         w.field("resident_bytes", footprint->resident_bytes);
-        w.field("descriptors", footprint->descriptors).field("threads", footprint->threads);
+        w.field("descriptors", footprint->descriptors);
+        w.field("cache_files", footprint->cache_files).field("threads", footprint->threads);
       }
     }
     w.key("stats").raw(stats.body).end_object();
@@ -628,7 +630,8 @@ Status bench_serve(const ServeBenchFlags& flags) {
   }
   std::optional<ServerProcess> process;
   if (flags.url.empty()) {
-    CACHALOT_TRY(ServerProcess started, ServerProcess::start(flags.serve));
+    CACHALOT_TRY(ServerProcess started,
+                 ServerProcess::start(flags.serve, flags.engine.engine.tiers.disk));
     process.emplace(std::move(started));
   } else if (!flags.serve.empty()) {
     return invalid("'{}' is an option of a server of our own, and --url names another one",

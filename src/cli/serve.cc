@@ -1,4 +1,5 @@
 // cachalot serve: the HTTP server.
+#include <malloc.h>
 #include <semaphore.h>
 
 #include <csignal>
@@ -26,6 +27,14 @@ struct ServeFlags {
   std::vector<std::string> names;
   double drain_seconds = 30;
 };
+
+// glibc gives memory back in pieces as large as any that it has seen freed, up to 32 MiB: the arena
+// of every thread that once needed as much would keep that. A fixed size ends this.
+void give_memory_back() {
+  constexpr int kPieceBytes = 1 << 20;
+  mallopt(M_MMAP_THRESHOLD, kPieceBytes);
+  mallopt(M_TRIM_THRESHOLD, kPieceBytes);
+}
 
 sem_t stop_requested;
 
@@ -79,6 +88,7 @@ server::ServedModel served_model(const ServeFlags& flags,
 
 Status serve(ServeFlags flags) {
   raise_file_limit();
+  give_memory_back();
   server::App app(flags.app);
   const auto error_body = [](int status, const std::string& message) {
     server::ApiError error;

@@ -43,7 +43,8 @@ void raise_file_limit() {
   }
 }
 
-Result<ServerProcess> ServerProcess::start(std::vector<std::string> arguments) {
+Result<ServerProcess> ServerProcess::start(std::vector<std::string> arguments,
+                                           std::string cache_folder) {
   arguments.insert(arguments.begin(), {"cachalot", "serve"});
   arguments.insert(arguments.end(), {"--port", "0"});
   std::vector<char*> argv;
@@ -75,7 +76,7 @@ Result<ServerProcess> ServerProcess::start(std::vector<std::string> arguments) {
     url += c;
   }
   ::close(out[0]);
-  ServerProcess process(pid, std::move(url));
+  ServerProcess process(pid, std::move(url), std::move(cache_folder));
   if (!process.url_.starts_with("http://")) {
     return error(Code::kFailedPrecondition, "cachalot serve did not start");
   }
@@ -90,7 +91,9 @@ ServerProcess::~ServerProcess() {
 }
 
 ServerProcess::ServerProcess(ServerProcess&& other) noexcept
-    : pid_(std::exchange(other.pid_, 0)), url_(std::move(other.url_)) {}
+    : pid_(std::exchange(other.pid_, 0)),
+      url_(std::move(other.url_)),
+      cache_folder_(std::move(other.cache_folder_)) {}
 
 Result<ServerProcess::Footprint> ServerProcess::footprint() const {
   const std::string folder = fmt::format("/proc/{}", pid_);
@@ -103,9 +106,14 @@ Result<ServerProcess::Footprint> ServerProcess::footprint() const {
   out.resident_bytes = status_line(text, "VmRSS:") * 1024;
   out.threads = status_line(text, "Threads:");
   std::error_code failed;
+  const std::filesystem::path cache = std::filesystem::weakly_canonical(cache_folder_, failed);
   for (std::filesystem::directory_iterator it(folder + "/fd", failed), end; !failed && it != end;
        it.increment(failed)) {
-    ++out.descriptors;
+    std::error_code closed;  // meanwhile
+    const std::filesystem::path target = std::filesystem::read_symlink(it->path(), closed);
+    const bool in_cache =
+        !cache_folder_.empty() && (target == cache || target.parent_path() == cache);
+    ++(in_cache ? out.cache_files : out.descriptors);
   }
   return out;
 }
