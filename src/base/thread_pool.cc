@@ -122,20 +122,26 @@ void ThreadPool::parallel_for(int64_t n,
 void ThreadPool::parallel_for_dynamic(int64_t n,
                                       int64_t grain,
                                       const std::function<void(int64_t, int64_t)>& body) {
+  parallel_for_threads(n, grain, [&](int, int64_t begin, int64_t end) { body(begin, end); });
+}
+
+void ThreadPool::parallel_for_threads(int64_t n,
+                                      int64_t grain,
+                                      const std::function<void(int, int64_t, int64_t)>& body) {
   if (n <= grain || workers_.empty()) {
     if (n > 0) {
-      body(0, n);
+      body(0, 0, n);
     }
     return;
   }
   std::atomic<int64_t> next{0};
-  run([&](int) {
+  run([&](int index) {
     int64_t begin = next;
     while (begin < n) {
       const int64_t share = (n - begin) / (kClaimsPerThread * threads());
       const int64_t end = std::min(n, begin + std::max(grain, share / grain * grain));
       if (next.compare_exchange_weak(begin, end)) {
-        body(begin, end);
+        body(index, begin, end);
         begin = next;
       }
     }

@@ -33,6 +33,11 @@ class ThreadPool {
   void parallel_for_dynamic(int64_t n,
                             int64_t grain,
                             const std::function<void(int64_t, int64_t)>& body);
+  // As parallel_for_dynamic; body(thread, begin, end) learns which of threads() it runs on, so that
+  // it can use memory of its own.
+  void parallel_for_threads(int64_t n,
+                            int64_t grain,
+                            const std::function<void(int, int64_t, int64_t)>& body);
 
  private:
   // Threads that found nothing to do for long enough.

@@ -1,9 +1,8 @@
 // cachalot doctor: what this machine and this build can do.
-#include <sys/sysinfo.h>
-#include <unistd.h>
-
 #include <cstdio>
+#include <fstream>
 #include <memory>
+#include <string>
 #include <thread>
 
 #include "base/format.h"
@@ -17,32 +16,57 @@ namespace {
 
 constexpr ops::Backend kBackends[] = {ops::Backend::kRef, ops::Backend::kCpu, ops::Backend::kCuda};
 
+#if defined(__clang__)
+constexpr const char* kCompiler = __VERSION__;
+#else
+constexpr const char* kCompiler = "GCC " __VERSION__;
+#endif
+
+// In bytes; zero where Linux does not say.
+struct MemorySizes {
+  int64_t total = 0;
+  int64_t available = 0;  // without swapping: file caches give way
+};
+
+MemorySizes memory_sizes() {
+  MemorySizes sizes;
+  std::ifstream file("/proc/meminfo");
+  std::string name, rest;
+  for (int64_t kib = 0; file >> name >> kib; std::getline(file, rest)) {
+    if (name == "MemTotal:") {
+      sizes.total = kib << 10;
+    } else if (name == "MemAvailable:") {
+      sizes.available = kib << 10;
+    }
+  }
+  return sizes;
+}
+
 bool built_in(ops::Backend backend) {
   return !ops::kernels(backend).linear.empty();
 }
 
 Status doctor(bool json) {
-  struct sysinfo memory{};
-  ::sysinfo(&memory);
-  const uint64_t total = uint64_t{memory.totalram} * memory.mem_unit;
-  const uint64_t available = uint64_t{memory.freeram + memory.bufferram} * memory.mem_unit;
+  const MemorySizes memory = memory_sizes();
   const auto threads = std::thread::hardware_concurrency();
   const std::vector<std::string> targets = ops::cpu::instruction_sets();
   JsonWriter w;
-  w.begin_object().field("version", CACHALOT_VERSION).field("compiler", __VERSION__);
-  w.field("threads", threads).field("memory_bytes", total).field("memory_free_bytes", available);
+  w.begin_object().field("version", CACHALOT_VERSION).field("compiler", kCompiler);
+  w.field("threads", threads)
+      .field("memory_bytes", memory.total)
+      .field("memory_available_bytes", memory.available);
   w.key("instruction_sets").begin_array();
   for (const std::string& target : targets) {
     w.value(target);
   }
   w.end_array().key("backends").begin_array();
-  std::string text =
-      fmt::format("cachalot {} ({})\n{} threads, {:.1f} GiB memory, {:.1f} GiB free\n",
-                  CACHALOT_VERSION,
-                  __VERSION__,
-                  threads,
-                  static_cast<double>(total) / (1 << 30),
-                  static_cast<double>(available) / (1 << 30));
+  std::string text = fmt::format(
+      "cachalot {}, built with {}\n{} threads, {:.1f} GiB memory, {:.1f} GiB available\n",
+      CACHALOT_VERSION,
+      kCompiler,
+      threads,
+      static_cast<double>(memory.total) / (1 << 30),
+      static_cast<double>(memory.available) / (1 << 30));
   text += "instruction sets (first is used):";
   for (const std::string& target : targets) {
     text += " " + target;

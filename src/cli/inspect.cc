@@ -58,16 +58,27 @@ void write_json(const model::Accounting& sizes, const std::vector<model::LayerSp
   std::fputs((w.text() + "\n").c_str(), stdout);
 }
 
+// n in the larger of two units that it reaches.
+std::string rounded(
+    int64_t n, int64_t unit, std::string_view name, int64_t larger, std::string_view larger_name) {
+  const bool large = n >= larger;
+  return fmt::format("{:.2f} {}",
+                     static_cast<double>(n) / static_cast<double>(large ? larger : unit),
+                     large ? larger_name : name);
+}
+
 void write_table(const model::ModelConfig& config,
                  const model::Accounting& sizes,
                  const std::vector<model::LayerSpec>& layers) {
   const model::ParameterCounts& p = sizes.parameters;
   std::string text = fmt::format("tensors                  {}\n", sizes.tensors);
-  text += fmt::format("bytes                    {} ({:.2f} GiB)\n",
+  text += fmt::format("{:<24} {} ({})\n",
+                      "bytes",
                       sizes.total_bytes,
-                      static_cast<double>(sizes.total_bytes) / (1 << 30));
+                      rounded(sizes.total_bytes, 1 << 20, "MiB", 1 << 30, "GiB"));
   const auto count = [&text](std::string_view what, int64_t n) {
-    text += fmt::format("{:<24} {} ({:.3f} B)\n", what, n, static_cast<double>(n) * 1e-9);
+    text += fmt::format(
+        "{:<24} {} ({})\n", what, n, rounded(n, 1'000'000, "million", 1'000'000'000, "billion"));
   };
   count("backbone parameters", p.backbone);
   count("Engram table parameters", p.engram);

@@ -29,6 +29,13 @@ int main(int argc, char** argv) {
   try {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {
+    if (argc > 1 && argv[1][0] != '-' && app.get_subcommands().empty()) {
+      std::fputs(
+          fmt::format("cachalot: there is no command '{}'; cachalot --help lists them\n", argv[1])
+              .c_str(),
+          stderr);
+      return 2;
+    }
     return app.exit(error) == 0 ? 0 : 2;
   }
   const cachalot::Status status = action();

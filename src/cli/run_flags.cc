@@ -36,7 +36,9 @@ void RunFlags::add_to(CLI::App& app) {
                  "halo: replays wide enough for the bits of exact")
       ->check(CLI::IsMember({"exact", "replay", "halo"}))
       ->capture_default_str();
-  app.add_option("--precision", precision, "official: BF16 and FP8 activations as trained; f32")
+  app.add_option("--precision",
+                 precision,
+                 "official: BF16 and FP8 activations, as trained; f32: FP32 activations")
       ->check(CLI::IsMember({"official", "f32"}))
       ->capture_default_str();
   app.add_option(
@@ -102,9 +104,18 @@ void SamplingFlags::add_to(CLI::App& app) {
   app.add_option("--min-p", params.min_p, "Drop tokens below this share of the best")
       ->capture_default_str();
   app.add_option("--seed", params.seed, "Seed of the draws")->capture_default_str();
-  app.add_option("--repetition-penalty", params.repetition_penalty)->capture_default_str();
-  app.add_option("--frequency-penalty", params.frequency_penalty)->capture_default_str();
-  app.add_option("--presence-penalty", params.presence_penalty)->capture_default_str();
+  app.add_option("--repetition-penalty",
+                 params.repetition_penalty,
+                 "Makes tokens of prompt and output less likely by this factor; 1: off")
+      ->capture_default_str();
+  app.add_option("--frequency-penalty",
+                 params.frequency_penalty,
+                 "Subtracted from a token's logit each time that it is in the output")
+      ->capture_default_str();
+  app.add_option("--presence-penalty",
+                 params.presence_penalty,
+                 "Subtracted from a token's logit once if it is in the output")
+      ->capture_default_str();
   app.add_option("--logit-bias", logit_bias, "ID=VALUE, added to the token's logit (repeatable)");
   app.add_option("--stop", stop, "End the text before this string (repeatable)");
 }

@@ -142,7 +142,11 @@ void add_serve(CLI::App& app, Action& action) {
                       "Key of requests that swap the weights; default: the API keys (repeatable)");
   command->add_option("--max-body", flags->http.max_body, "Largest request body in bytes")
       ->capture_default_str();
-  command->add_option("--max-connections", flags->http.max_connections)->capture_default_str();
+  command
+      ->add_option("--max-connections",
+                   flags->http.max_connections,
+                   "Connections at a time; further ones are closed")
+      ->capture_default_str();
   command
       ->add_option("--request-timeout",
                    flags->app.request_timeout,

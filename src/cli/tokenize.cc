@@ -55,7 +55,8 @@ Status tokenize(const TokenizeFlags& flags) {
 void add_tokenize(CLI::App& app, Action& action) {
   auto flags = std::make_shared<TokenizeFlags>();
   CLI::App* command = app.add_subcommand("tokenize", "Token ids of a text or of a chat request");
-  command->add_option("-m,--model", flags->model, "Checkpoint directory");
+  command->add_option(
+      "-m,--model", flags->model, "Checkpoint directory; default: the embedded model");
   auto* input = command->add_option_group("input");
   input->add_option("--text", flags->text, "A text");
   input->add_option("--text-file", flags->text_file, "A file of text");

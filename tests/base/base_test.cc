@@ -54,8 +54,15 @@ TEST(ThreadPool, CoversEveryIndexOnceWhateverTheThreadCount) {
         };
         pool.parallel_for(n, grain, body);
         pool.parallel_for_dynamic(n, grain, body);
+        std::vector<std::atomic<int>> users(static_cast<size_t>(threads));
+        pool.parallel_for_threads(n, grain, [&](int thread, int64_t begin, int64_t end) {
+          std::atomic<int>& memory = users.at(static_cast<size_t>(thread));
+          EXPECT_EQ(++memory, 1) << "two ranges at a time on thread " << thread;
+          body(begin, end);
+          --memory;
+        });
         for (const auto& hit : hits) {
-          EXPECT_EQ(hit.load(), 2);
+          EXPECT_EQ(hit.load(), 3);
         }
       }
     }

@@ -11,6 +11,8 @@ from conftest import read_lines, write_lines
 def test_wrong_usage_exits_with_2(cachalot):
     for arguments in ((), ("fly",), ("run",), ("run", "-m"), ("score", "--input", "x"), ("bench",)):
         cachalot(*arguments, status=2)
+    cachalot("fly", status=2)
+    assert "'fly'" in cachalot.errors
     for arguments in (("--help",), ("run", "--help"), ("synth", "--help"), ("--version",)):
         assert cachalot(*arguments)
 
@@ -81,6 +83,7 @@ def test_tokenize(cachalot, checkpoint, tmp_path):
 
 def test_doctor_json(cachalot):
     document = json.loads(cachalot("doctor", "--json"))
+    assert 0 < document["memory_available_bytes"] <= document["memory_bytes"]
     backends = {backend["name"]: backend for backend in document["backends"]}
     assert backends["ref"]["built_in"] and backends["cpu"]["built_in"]
     assert "attend" in backends["cpu"]["kernels"]

@@ -401,7 +401,8 @@ TEST(CpuExperts, MatchesRef) {
                         {1, 16, 6, 256, 128},
                         {2, 4, 3, 96, 160},
                         {9, 8, 3, 128, 96},
-                        {70, 3, 2, 160, 224}}) {
+                        {70, 3, 2, 160, 224},
+                        {210, 3, 2, 160, 224}}) {
     for (const auto& [routed, shared] : {std::pair{WeightFormat::kFp4Row, WeightFormat::kFp8Block},
                                          std::pair{WeightFormat::kF32, WeightFormat::kF32},
                                          std::pair{WeightFormat::kBF16, WeightFormat::kFp4Row}}) {
@@ -422,16 +423,17 @@ TEST(CpuExperts, MatchesRef) {
 }
 
 TEST(CpuExperts, A19_RowsDoNotDependOnTheirBatch) {
+  constexpr int64_t kRows = 210;  // two chunks and a part
   Random random(21);
   for (DType act : {DType::kF32, DType::kBF16}) {
     const ExpertsInput in = random_experts_input(
-        random, act, WeightFormat::kFp4Row, WeightFormat::kFp8Block, 90, 6, 3, 128, 288);
+        random, act, WeightFormat::kFp4Row, WeightFormat::kFp8Block, kRows, 6, 3, 128, 288);
     const Buffer all = run_experts(test::cpu(2), in);
     for (int threads : {0, 1, 3}) {
       EXPECT_TRUE(same_bits(run_experts(test::cpu(threads), in), all));
     }
     for (int64_t count : {1, 2, 5, 64}) {
-      for (int64_t begin : {int64_t{0}, int64_t{13}, 90 - count}) {
+      for (int64_t begin : {int64_t{0}, int64_t{13}, kRows - count}) {
         Buffer expected(act, {count, 128});
         std::memcpy(
             expected.bytes.data(), all.view().rows(begin, count).data, expected.bytes.size());

@@ -40,18 +40,22 @@ HWY_NOINLINE void score_tile(
       acc[r][c] = hn::Zero(F32());
     }
   }
-  for (int64_t i = 0; i < depth; i += kLanes) {
-    Vec key[kKeys];
+  for (int64_t block = 0; block < depth; block += 32) {
     CACHALOT_UNROLL
-    for (int c = 0; c < kKeys; ++c) {
-      key[c] = load_vec(keys[c] + i);
-    }
-    CACHALOT_UNROLL
-    for (int r = 0; r < kRows; ++r) {
-      const auto value = load_vec(q + r * depth + i);
+    for (int64_t v = 0; v < kBlockVecs; ++v) {
+      const int64_t i = block + v * kLanes;
+      Vec key[kKeys];
       CACHALOT_UNROLL
       for (int c = 0; c < kKeys; ++c) {
-        acc[r][c] = hn::MulAdd(key[c], value, acc[r][c]);
+        key[c] = load_vec(keys[c] + i);
+      }
+      CACHALOT_UNROLL
+      for (int r = 0; r < kRows; ++r) {
+        const auto value = load_vec(q + r * depth + i);
+        CACHALOT_UNROLL
+        for (int c = 0; c < kKeys; ++c) {
+          acc[r][c] = hn::MulAdd(key[c], value, acc[r][c]);
+        }
       }
     }
   }

@@ -272,18 +272,23 @@ HWY_NOINLINE void run_tile(const TileArgs& args) {
           kFirst ? hn::Zero(F32()) : hn::Load(F32(), args.rest + r * args.rest_ld + c * kLanes);
     }
   }
-  for (int64_t i = 0; i < depth; i += kLanes) {
-    Vec w[kOutputs];
+  // Block by block: a loop of few turns, whose end the processor foresees.
+  for (int64_t block = 0; block < depth; block += 32) {
     CACHALOT_UNROLL
-    for (int c = 0; c < kOutputs; ++c) {
-      w[c] = hn::Load(F32(), args.panel + c * kPanelDepth + i);
-    }
-    CACHALOT_UNROLL
-    for (int r = 0; r < kRows; ++r) {
-      const auto value = load_vec(args.x[r] + i);
+    for (int64_t v = 0; v < kBlockVecs; ++v) {
+      const int64_t i = block + v * kLanes;
+      Vec w[kOutputs];
       CACHALOT_UNROLL
       for (int c = 0; c < kOutputs; ++c) {
-        acc[r][c] = hn::MulAdd(w[c], value, acc[r][c]);
+        w[c] = hn::Load(F32(), args.panel + c * kPanelDepth + i);
+      }
+      CACHALOT_UNROLL
+      for (int r = 0; r < kRows; ++r) {
+        const auto value = load_vec(args.x[r] + i);
+        CACHALOT_UNROLL
+        for (int c = 0; c < kOutputs; ++c) {
+          acc[r][c] = hn::MulAdd(w[c], value, acc[r][c]);
+        }
       }
     }
   }

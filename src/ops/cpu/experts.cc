@@ -1,9 +1,10 @@
 // Routed and shared experts.
 //
-// Rows are grouped by expert. Phase 1, tasks of (expert, tile of F): gate and up products, SwiGLU,
-// the FP8 rounding of h; h lies in the order that w2 wants. Phase 2, tasks of tiles of D: every
-// expert's w2 product in ascending order, summed per row in FP32, then the shared expert, then one
-// rounding. A weight is read once per phase whatever the number of its rows (up to kRowChunk).
+// Rows are grouped by expert. Phase 1, tasks of (expert, tile of F, chunk of rows): gate and up
+// products, SwiGLU, the FP8 rounding of h; h lies in the order that w2 wants. Phase 2, tasks of
+// tiles of D: every expert's w2 product in ascending order, summed per row in FP32, then the shared
+// expert, then one rounding. A weight is read once per phase whatever the number of its rows (up to
+// kRowChunk).
 #include <vector>
 
 #include "ops/cpu/kernels.h"
@@ -60,10 +61,12 @@ Grouping group_rows(const ExpertsArgs& args) {
   return g;
 }
 
-// h of the hidden channels [begin, begin + count) of one expert.
+// h of the hidden channels [begin, begin + count) of one expert for a chunk of its rows, from
+// `first` on.
 void hidden_tile(const Job& job,
                  const RowSet& x1,
                  const RowSet& x3,
+                 int64_t first,
                  int64_t begin,
                  int64_t count,
                  float limit,
@@ -72,33 +75,31 @@ void hidden_tile(const Job& job,
   alignas(64) float up[kRowChunk * kHiddenTile];
   const Weight& w2 = job.expert->w2;
   const int64_t stride = row_stride(job.expert->w1.out);
-  for (int64_t first = 0; first < job.count; first += kRowChunk) {
-    const int64_t rows = std::min(kRowChunk, job.count - first);
-    const auto part = [&](RowSet x) {
-      if (job.rows == nullptr) {
-        x.base += first * x.stride;
-      } else {
-        x.index = job.rows + first;
-      }
-      return x;
-    };
-    weight_dots(job.expert->w1, begin, count, part(x1), rows, gate, kHiddenTile);
-    weight_dots(job.expert->w3, begin, count, part(x3), rows, up, kHiddenTile);
-    for (int64_t r = 0; r < rows; ++r) {
-      float* h = job.hidden + (first + r) * stride + begin;
-      const float weight = job.weights == nullptr ? 1.0f : job.weights[first + r];
-      swiglu_row(gate + r * kHiddenTile, up + r * kHiddenTile, count, limit, weight, act, h);
-      std::fill(h + count, h + padded(count), 0.0f);
-      if (act == DType::kBF16 && w2.quantizes_input()) {
-        fp8_round_row(h, count);
-      }
-      arrange_row(h, count, row_order(w2.format));
+  const int64_t rows = std::min(kRowChunk, job.count - first);
+  const auto part = [&](RowSet x) {
+    if (job.rows == nullptr) {
+      x.base += first * x.stride;
+    } else {
+      x.index = job.rows + first;
     }
+    return x;
+  };
+  weight_dots(job.expert->w1, begin, count, part(x1), rows, gate, kHiddenTile);
+  weight_dots(job.expert->w3, begin, count, part(x3), rows, up, kHiddenTile);
+  for (int64_t r = 0; r < rows; ++r) {
+    float* h = job.hidden + (first + r) * stride + begin;
+    const float weight = job.weights == nullptr ? 1.0f : job.weights[first + r];
+    swiglu_row(gate + r * kHiddenTile, up + r * kHiddenTile, count, limit, weight, act, h);
+    std::fill(h + count, h + padded(count), 0.0f);
+    if (act == DType::kBF16 && w2.quantizes_input()) {
+      fp8_round_row(h, count);
+    }
+    arrange_row(h, count, row_order(w2.format));
   }
 }
 
-// Adds one expert's outputs [begin, begin + count) to its rows of sum [T, D].
-void add_outputs(const Job& job, int64_t begin, int64_t count, int64_t d, DType act, float* sum) {
+// Adds one expert's outputs [begin, begin + count) to its rows of sum [T, count].
+void add_outputs(const Job& job, int64_t begin, int64_t count, DType act, float* sum) {
   alignas(64) float y[kOutputFloats];
   const int64_t stride = row_stride(job.expert->w1.out);
   for (int64_t first = 0; first < job.count; first += kRowChunk) {
@@ -107,7 +108,7 @@ void add_outputs(const Job& job, int64_t begin, int64_t count, int64_t d, DType 
     weight_dots(job.expert->w2, begin, count, h, rows, y, count);
     for (int64_t r = 0; r < rows; ++r) {
       const int64_t row = job.rows == nullptr ? first + r : job.rows[first + r];
-      add_rounded(y + r * count, count, act, sum + row * d + begin);
+      add_rounded(y + r * count, count, act, sum + row * count);
     }
   }
 }
@@ -143,7 +144,7 @@ Status experts(OpContext& ctx, const ExpertsArgs& args) {
     x.push_back({inputs.get(job.expert->w1), inputs.get(job.expert->w3)});
     job.hidden = scratch.array<float>(job.count * row_stride(job.expert->w1.out));
     job.first_task = tasks;
-    tasks += (job.expert->w1.out + hidden - 1) / hidden;
+    tasks += ceil_div(job.expert->w1.out, hidden) * ceil_div(job.count, kRowChunk);
   }
   parallel_tasks(ctx, tasks, [&](int64_t task) {
     const auto after =
@@ -152,30 +153,35 @@ Status experts(OpContext& ctx, const ExpertsArgs& args) {
         });
     const auto index = static_cast<size_t>(after - jobs.begin() - 1);
     const Job& job = jobs[index];
-    const int64_t begin = (task - job.first_task) * hidden;
+    const int64_t chunks = ceil_div(job.count, kRowChunk);
+    const int64_t first = (task - job.first_task) % chunks * kRowChunk;
+    const int64_t begin = (task - job.first_task) / chunks * hidden;
     const int64_t count = std::min(hidden, job.expert->w1.out - begin);
-    hidden_tile(job, x[index][0], x[index][1], begin, count, args.limit, act);
+    hidden_tile(job, x[index][0], x[index][1], first, begin, count, args.limit, act);
   });
 
   // Small enough that all threads have work, in whole panels or register tiles.
-  const int64_t share = d / (kOutputTasks * thread_count(ctx)) / kPanelOutputs * kPanelOutputs;
+  const int64_t share =
+      ceil_div(d, kOutputTasks * thread_count(ctx) * kPanelOutputs) * kPanelOutputs;
   const int64_t tile =
       std::clamp(share, kPanelOutputs, kOutputFloats / std::clamp<int64_t>(t, 1, kRowChunk));
-  float* sum = scratch.array<float>(t * d);
-  parallel_tasks(ctx, (d + tile - 1) / tile, [&](int64_t task) {
-    const int64_t begin = task * tile, count = std::min(tile, d - begin);
-    for (int64_t row = 0; row < t; ++row) {
-      std::fill_n(sum + row * d + begin, count, 0.0f);
-    }
-    for (const Job& job : jobs) {
-      add_outputs(job, begin, count, d, act, sum);
-    }
-    const int64_t width = dtype_bytes(act);
-    for (int64_t row = 0; row < t; ++row) {
-      auto* y = static_cast<uint8_t*>(args.y.data) + (row * d + begin) * width;
-      store_row(sum + row * d + begin, count, y, act);
-    }
-  });
+  // A thread's sums lie together: rows of y are often a power of two apart, which share few sets of
+  // the caches.
+  parallel_rows(
+      ctx, scratch, ceil_div(d, tile), t * tile, [&](int64_t first, int64_t last, float* sum) {
+        const int64_t width = dtype_bytes(act);
+        for (int64_t begin = first * tile; begin < std::min(d, last * tile); begin += tile) {
+          const int64_t count = std::min(tile, d - begin);
+          std::fill_n(sum, t * count, 0.0f);
+          for (const Job& job : jobs) {
+            add_outputs(job, begin, count, act, sum);
+          }
+          for (int64_t row = 0; row < t; ++row) {
+            auto* y = static_cast<uint8_t*>(args.y.data) + (row * d + begin) * width;
+            store_row(sum + row * count, count, y, act);
+          }
+        }
+      });
   return {};
 }
 

@@ -9,6 +9,10 @@
 
 namespace cachalot::ops::cpu {
 
+inline int64_t ceil_div(int64_t a, int64_t b) {
+  return (a + b - 1) / b;
+}
+
 inline int64_t thread_count(const OpContext& ctx) {
   return ctx.pool == nullptr ? 1 : ctx.pool->threads();
 }
@@ -58,22 +62,22 @@ class Scratch {
   Arena::Mark mark_;
 };
 
-// body(begin, end, memory) over [0, n) in equal shares; every share has `floats` of scratch to
-// itself.
+// body(begin, end, memory) over [0, n), claimed as in parallel_for_dynamic; a thread has `floats`
+// of scratch to itself.
 template <class Body>
 void parallel_rows(
     const OpContext& ctx, Scratch& scratch, int64_t n, int64_t floats, const Body& body) {
-  const int64_t shares = std::clamp<int64_t>(n, 1, thread_count(ctx));
-  // Shares lie a cache line apart.
-  const int64_t stride = (floats + 31) / 16 * 16;
-  float* memory = scratch.array<float>(shares * stride);
-  parallel_for(ctx, shares, 1, [&](int64_t first, int64_t last) {
-    for (int64_t share = first; share < last; ++share) {
-      const int64_t begin = n * share / shares, end = n * (share + 1) / shares;
-      if (begin < end) {
-        body(begin, end, memory + share * stride);
-      }
+  if (ctx.pool == nullptr || n <= 1) {
+    if (n > 0) {
+      body(int64_t{0}, n, scratch.array<float>(floats));
     }
+    return;
+  }
+  // Cache lines apart.
+  const int64_t stride = (floats + 31) / 16 * 16;
+  float* memory = scratch.array<float>(ctx.pool->threads() * stride);
+  ctx.pool->parallel_for_threads(n, 1, [&](int thread, int64_t begin, int64_t end) {
+    body(begin, end, memory + thread * stride);
   });
 }
 

@@ -22,10 +22,6 @@ struct Split {
   int64_t tasks = 0;
 };
 
-int64_t ceil_div(int64_t a, int64_t b) {
-  return (a + b - 1) / b;
-}
-
 Split split(const Product& product, int64_t rows, int64_t threads) {
   Split s;
   s.group_outputs = product.weight->out / product.groups;

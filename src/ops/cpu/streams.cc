@@ -9,9 +9,9 @@
 namespace cachalot::ops::cpu {
 namespace {
 
-// Rows of hyper-connection sites are handled in chunks: their FP32 copies stay in the last-level
-// cache.
-constexpr int64_t kSiteRows = 128;
+// Rows of a hyper-connection site that a thread takes at a time: their FP32 copies should stay in
+// its L2, but fn passes once per chunk.
+constexpr int64_t kSiteRows = 16;
 
 uint8_t* row_of(const TensorView& view, int64_t row) {
   return static_cast<uint8_t*>(view.data) + row * (view.bytes() / view.dim(0));
@@ -70,61 +70,103 @@ Status hc_expand(OpContext& ctx, const HcExpandArgs& args) {
   return {};
 }
 
-Status hc_site(OpContext& ctx, const HcSiteArgs& args) {
-  const int64_t t = args.x.dim(0), m = args.x.dim(1), d = args.x.dim(2);
-  const int64_t width = m * d, coefficients = (2 + m) * m, stride = row_stride(width);
-  const bool copy = args.x_out.data != args.x.data;
-  Weight fn;
-  fn.values = args.fn;
-  fn.format = WeightFormat::kF32;
-  fn.out = coefficients;
-  fn.in = width;
-  SiteCoefficients site;
-  site.m = m;
-  site.base = args.base.as<float>();
-  site.scale = args.scale.as<float>();
-  site.eps = args.hc_eps;
-  site.iters = args.sinkhorn_iters;
+namespace {
 
-  Scratch scratch(ctx);
-  const int64_t chunk = std::min(kSiteRows, t);
-  float* streams = scratch.array<float>(chunk * stride);
-  float* factor = scratch.array<float>(chunk);
-  float* mix = scratch.array<float>(chunk * coefficients);
-  for (int64_t first = 0; first < t; first += chunk) {
-    const int64_t count = std::min(chunk, t - first);
-    {
-      Scratch inner(ctx);
-      parallel_rows(
-          ctx, inner, count, padded(d), [&](int64_t begin, int64_t end, float* collapsed) {
-            for (int64_t i = begin; i < end; ++i) {
-              const int64_t row = first + i;
-              float* x = streams + i * stride;
-              expanded_row(args.x, args.pending, row, x);
-              if (copy) {
-                store_row(x, width, row_of(args.x_out, row), args.x_out.dtype);
-              }
-              const float mean = sum_squares(x, width) / static_cast<float>(width);
-              factor[i] = 1.0f / std::sqrt(mean + args.rms_eps);
-              collapse_streams(x, args.pre.as<float>() + row * m, m, d, args.x.dtype, collapsed);
-              norm_row(collapsed, args.norm, d, args.rms_eps, collapsed);
-              store_row(collapsed, d, row_of(args.u, row), args.u.dtype);
-            }
-          });
-    }
-    const std::array<Product, 1> product = {
-        Product{&fn, {streams, stride}, {mix, DType::kF32, {count, coefficients}}}};
-    run_products(ctx, product, count);
-    parallel_for(ctx, count, 8, [&](int64_t begin, int64_t end) {
-      site_coefficients(site,
-                        mix + begin * coefficients,
-                        factor + begin,
-                        end - begin,
-                        args.pre_out.as<float>() + (first + begin) * m,
-                        args.post_out.as<float>() + (first + begin) * m,
-                        args.comb_out.as<float>() + (first + begin) * m * m);
-    });
+// The parts of a hyper-connection site; rows are those of args.x.
+class Site {
+ public:
+  explicit Site(const HcSiteArgs& args)
+      : args_(args), m_(args.x.dim(1)), d_(args.x.dim(2)), copy_(args.x_out.data != args.x.data) {
+    fn_.values = args.fn;
+    fn_.format = WeightFormat::kF32;
+    fn_.out = (2 + m_) * m_;
+    fn_.in = m_ * d_;
+    site_.m = m_;
+    site_.base = args.base.as<float>();
+    site_.scale = args.scale.as<float>();
+    site_.eps = args.hc_eps;
+    site_.iters = args.sinkhorn_iters;
   }
+
+  const Weight& fn() const { return fn_; }
+  int64_t coefficients() const { return fn_.out; }
+  int64_t stride() const { return row_stride(fn_.in); }
+
+  // x: the expanded streams of a row; factor: its RMS factor. Writes x_out and u; collapsed is
+  // padded(D) floats of scratch.
+  void expand(int64_t row, float* x, float* factor, float* collapsed) const {
+    expanded_row(args_.x, args_.pending, row, x);
+    if (copy_) {
+      store_row(x, fn_.in, row_of(args_.x_out, row), args_.x_out.dtype);
+    }
+    const float mean = sum_squares(x, fn_.in) / static_cast<float>(fn_.in);
+    *factor = 1.0f / std::sqrt(mean + args_.rms_eps);
+    collapse_streams(x, args_.pre.as<float>() + row * m_, m_, d_, args_.x.dtype, collapsed);
+    norm_row(collapsed, args_.norm, d_, args_.rms_eps, collapsed);
+    store_row(collapsed, d_, row_of(args_.u, row), args_.u.dtype);
+  }
+
+  // The coefficients of rows from `first` on; mix [count, (2 + M) M].
+  void finish(int64_t first, int64_t count, const float* mix, const float* factor) const {
+    site_coefficients(site_,
+                      mix,
+                      factor,
+                      count,
+                      args_.pre_out.as<float>() + first * m_,
+                      args_.post_out.as<float>() + first * m_,
+                      args_.comb_out.as<float>() + first * m_ * m_);
+  }
+
+ private:
+  const HcSiteArgs& args_;
+  int64_t m_;
+  int64_t d_;
+  bool copy_;
+  Weight fn_;
+  SiteCoefficients site_;
+};
+
+}  // namespace
+
+Status hc_site(OpContext& ctx, const HcSiteArgs& args) {
+  const Site site(args);
+  const int64_t t = args.x.dim(0), row_scratch = padded(args.x.dim(2));
+  const int64_t stride = site.stride(), coefficients = site.coefficients();
+  Scratch scratch(ctx);
+  if (t < kSiteRows * thread_count(ctx)) {
+    // All threads share each part.
+    float* streams = scratch.array<float>(t * stride);
+    float* factor = scratch.array<float>(t);
+    float* mix = scratch.array<float>(t * coefficients);
+    parallel_rows(ctx, scratch, t, row_scratch, [&](int64_t begin, int64_t end, float* collapsed) {
+      for (int64_t row = begin; row < end; ++row) {
+        site.expand(row, streams + row * stride, factor + row, collapsed);
+      }
+    });
+    const std::array<Product, 1> product = {
+        Product{&site.fn(), {streams, stride}, {mix, DType::kF32, {t, coefficients}}}};
+    run_products(ctx, product, t);
+    parallel_for(ctx, t, 8, [&](int64_t begin, int64_t end) {
+      site.finish(begin, end - begin, mix + begin * coefficients, factor + begin);
+    });
+    return {};
+  }
+  const int64_t floats = kSiteRows * (stride + coefficients + 1) + row_scratch;
+  parallel_rows(
+      ctx, scratch, ceil_div(t, kSiteRows), floats, [&](int64_t begin, int64_t end, float* memory) {
+        float* streams = memory;
+        float* collapsed = streams + kSiteRows * stride;
+        float* mix = collapsed + row_scratch;
+        float* factor = mix + kSiteRows * coefficients;
+        for (int64_t chunk = begin; chunk < end; ++chunk) {
+          const int64_t first = chunk * kSiteRows, count = std::min(kSiteRows, t - first);
+          for (int64_t i = 0; i < count; ++i) {
+            site.expand(first + i, streams + i * stride, factor + i, collapsed);
+          }
+          weight_dots(site.fn(), 0, coefficients, {streams, stride}, count, mix, coefficients);
+          site.finish(first, count, mix, factor);
+        }
+      });
   return {};
 }
 
