@@ -172,7 +172,7 @@ __device__ __forceinline__ void store_hidden(
 constexpr int64_t kDirectTokens = 2;
 constexpr int kFewTokens = 2 * kTokenTile;
 
-// The two products for groups of at most kFewTokens tokens, and for groups of at most 32 or 128.
+// The two products for groups of at most kFewTokens tokens, and for groups of at most 32 or 80.
 Status experts_few(const OpContext& ctx, const ExpertProblem& p, int64_t groups);
 Status experts_many(const OpContext& ctx, const ExpertProblem& p, int64_t groups);
 bool experts_direct_supports(const ExpertProblem& p);
