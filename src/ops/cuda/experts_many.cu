@@ -226,17 +226,13 @@ __device__ __forceinline__ void multiply_tile(Multiplier<Block>& m,
 template <InputLayout kLayout>
 __device__ __forceinline__ void store_hidden_piece(
     Bf16* image, int rows, int n, int64_t i, const float (&v)[8]) {
-  float ordered[8];
-#pragma unroll
-  for (int e = 0; e < 8; ++e) {
-    ordered[layout_slot(kLayout, e)] = v[e];
-  }
+  uint32_t pairs[4];
+  order_piece<kLayout>(v, pairs);
   const int piece = layout_piece(kLayout, static_cast<int>(i % 32));
 #pragma unroll
-  for (int e = 0; e < 8; e += 2) {
-    const int64_t place = i / 32 * kChunk + wide_place(piece * 8 + e);
-    *reinterpret_cast<uint32_t*>(image + image_place(rows, n, place)) =
-        bf16_pair(ordered[e], ordered[e + 1]);
+  for (int e = 0; e < 4; ++e) {
+    const int64_t place = i / 32 * kChunk + wide_place(piece * 8 + 2 * e);
+    *reinterpret_cast<uint32_t*>(image + image_place(rows, n, place)) = pairs[e];
   }
 }
 
