@@ -35,9 +35,8 @@ struct ExpertProblem {
   const ExpertGroup* groups;
   const int* group_count;
   int group_tokens;  // at most, in a group
-  // Groups of more than kFewTokens tokens: x and hidden are images (device/gemm.cuh), one after the
-  // other; routed ones in the order of pair_of.
-  bool wide;
+  // Where groups may have more than kTokenTile tokens ("wide"), x_fp4, x_fp8 and hidden are images
+  // (device/gemm.cuh), one after the other; routed ones in the order of pair_of.
   const Bf16* x;        // [T, D]
   const Bf16* x_fp4;    // [T, D] (wide: [positions, D]) quantized, in FP4 order
   const Bf16* x_fp8;    // [T, D] quantized, in FP8 order
@@ -160,19 +159,12 @@ __device__ __forceinline__ void store_hidden(
   const int c = static_cast<int>(column % kChunk) + static_cast<int>(threadIdx.x) % 32;
   const int lane_place = layout_piece(layout, c / 8) * 8 + layout_slot(layout, c % 8);
   Bf16* to = tile.shared ? p.hidden_shared : p.hidden_routed;
-  if (p.wide) {
-    const int64_t place = column / kChunk * kChunk + wide_place(lane_place);
-    to += tile.group.begin * p.f + image_place(image_rows(tile.group.count), n, place);
-  } else {
-    to += pair_row(p, tile, n) * p.f + column / kChunk * kChunk + lane_place;
-  }
-  *to = from_float<Bf16>(h);
+  to[pair_row(p, tile, n) * p.f + column / kChunk * kChunk + lane_place] = from_float<Bf16>(h);
 }
 
 constexpr int64_t kDirectTokens = 2;
-constexpr int kFewTokens = 2 * kTokenTile;
 
-// The two products for groups of at most kFewTokens tokens, and for groups of at most 32 or 128.
+// The two products for groups of at most kTokenTile tokens, and for groups of at most 32 or 80.
 Status experts_few(const OpContext& ctx, const ExpertProblem& p, int64_t groups);
 Status experts_many(const OpContext& ctx, const ExpertProblem& p, int64_t groups);
 bool experts_direct_supports(const ExpertProblem& p);

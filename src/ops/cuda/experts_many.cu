@@ -5,20 +5,23 @@
 //                warp's tile is 8 rows of w1 above the 8 rows of w3 of the same columns
 // out_kernel     a warpgroup has 64 rows of w2 of a group
 //
-// One block per multiprocessor takes tiles in turn, three warpgroups' rows by all tokens of a
-// group: first those of the shared expert (FP8), then the routed ones (FP4).
+// One block per multiprocessor takes tiles in turn, the rows of its three or four warpgroups by all
+// tokens of a group: first those of the shared expert (FP8), then the routed ones (FP4).
 //
-//   warps 0..11   wgmma 64 columns | unpack the next 64 | ...    a chunk of 256: wait, add
-//   warps 12..14  wait for a free stage of weights | start the copies of one warpgroup's rows | ...
-//   warp 15       notes what the tiles to come are | bulk copies of 64 columns of input | ...
+//   multiplying warps  wgmma 64 columns | unpack the next 64 | ...    a chunk of 256: wait, add
+//   feeding warps      wait for a free stage | start the copies of a warpgroup's weights | ...
+//   loading warp       notes what the next tiles are | bulk copies of 64 columns of input | ...
 //
 // Neither inputs nor weights stop between tiles. Warpgroups wait for copies, never for each other:
 // one finishes its tile while the others multiply.
 //
-// Shared: two chunks of input (512 bytes per token each), four or five stages of weights, a place
-// per warpgroup in which results are put together, and the notes.
-// Bound by weight bytes as long as the groups are small, then by mma: 2 * 3 D F FLOP per token and
-// expert.
+// Shared: two chunks of input (512 bytes per token each), four stages of weights (2.5 KiB per
+// warp), a place per warpgroup in which results are put together, and the notes.
+//
+// Bound by instructions, close to mma: with 64 tokens per expert hidden_kernel issues in 55 % of
+// the cycles and the matrix units are busy in 53 %; with 8 tokens it issues in 70 % and draws 2.75
+// TB/s. 16 wgmma take some 270 instructions to unpack their weights. Warps that copied their own
+// weights needed 611 instead of 444 per chunk of 80 tokens: 6.1 ms for 4096 tokens instead of 5.3.
 #include <algorithm>
 
 #include "ops/cuda/device/gemm_tiles.cuh"
@@ -53,7 +56,8 @@ __device__ __forceinline__ void arrive_once(uint64_t* barrier) {
 }
 
 // What a block is made of, for groups of at most kTokens tokens. Sums of 80 tokens leave registers
-// for three warpgroups that multiply.
+// for three warpgroups that multiply. What multiplies needs more registers than the launch gives to
+// each warp, and takes them from what feeds.
 template <int kTokens_>
 struct Block {
   static constexpr int kTokens = kTokens_;
@@ -63,9 +67,12 @@ struct Block {
   static constexpr int kWarpRegisters = kWarpgroups < 4 ? 152 : 96;
   static constexpr int kFeedRegisters = kWarpgroups < 4 ? 56 : 48;
   static constexpr int kChunks = 2;  // of input
-  static constexpr int kStages = 4;
+  static constexpr int kStages = 4;  // of weights
+  // Before the input of a tile is copied, the notes of the next kLead tiles are written, over those
+  // of kNotes tiles earlier, which must be done.
   static constexpr int kNotes = 6;
-  static constexpr int kLead = 2;  // notes written before a tile's input is copied
+  static constexpr int kLead = 2;
+  static_assert(kNotes > kLead + 1, "a tile can be done when the next one has its note");
 
   // What is known of a tile.
   struct Note {
@@ -97,8 +104,8 @@ struct Block {
   static_assert(kWarpResults % 16 == 0 && kBytes <= kSharedCapacity - 1024);
 
   // The weights of a warp in a stage of its warpgroup.
-  static __device__ __forceinline__ uint8_t* stage(int group, int slot, int warp) {
-    return dynamic_shared() + kWeights + ((group * kStages + slot) * 4 + warp) * kWarpStage;
+  static __device__ __forceinline__ uint8_t* stage(int warpgroup, int slot, int warp) {
+    return dynamic_shared() + kWeights + ((warpgroup * kStages + slot) * 4 + warp) * kWarpStage;
   }
   static __device__ __forceinline__ Note& note(int slot) {
     return reinterpret_cast<Note*>(dynamic_shared() + kNoteBegin)[slot];
@@ -125,8 +132,8 @@ struct Block {
 template <class Block>
 struct Multiplier {
   typename Block::Barriers& barriers;
-  int group;  // warpgroup
-  int warp;   // in it
+  int warpgroup;
+  int warp;  // in it
   Lane lane;
   RingPlace<Block::kChunks> input;
   RingPlace<Block::kStages> weights;
@@ -147,15 +154,15 @@ struct NextWeights {
   __device__ __forceinline__ void read(Multiplier<Block>& m) {
     constexpr int kColumn = kPiece * kPieceColumns % W::kStep;
     if constexpr (kColumn == 0) {
-      barrier_wait(&m.barriers.weights_full[m.group][m.weights.slot], m.weights.phase);
+      barrier_wait(&m.barriers.weights_full[m.warpgroup][m.weights.slot], m.weights.phase);
     }
     if constexpr (kColumn % kGroupColumns == 0) {
       WeightStage<W>::template read<kColumn / kGroupColumns>(
-          Block::stage(m.group, m.weights.slot, m.warp), raw);
+          Block::stage(m.warpgroup, m.weights.slot, m.warp), raw);
     }
     if constexpr (kColumn == W::kStep - kGroupColumns) {
       __syncwarp();
-      arrive_once(&m.barriers.weights_empty[m.group][m.weights.slot]);
+      arrive_once(&m.barriers.weights_empty[m.warpgroup][m.weights.slot]);
       m.weights.advance();
     }
   }
@@ -219,17 +226,13 @@ __device__ __forceinline__ void multiply_tile(Multiplier<Block>& m,
 template <InputLayout kLayout>
 __device__ __forceinline__ void store_hidden_piece(
     Bf16* image, int rows, int n, int64_t i, const float (&v)[8]) {
-  float ordered[8];
-#pragma unroll
-  for (int e = 0; e < 8; ++e) {
-    ordered[layout_slot(kLayout, e)] = v[e];
-  }
+  uint32_t pairs[4];
+  order_piece<kLayout>(v, pairs);
   const int piece = layout_piece(kLayout, static_cast<int>(i % 32));
 #pragma unroll
-  for (int e = 0; e < 8; e += 2) {
-    const int64_t place = i / 32 * kChunk + wide_place(piece * 8 + e);
-    *reinterpret_cast<uint32_t*>(image + image_place(rows, n, place)) =
-        bf16_pair(ordered[e], ordered[e + 1]);
+  for (int e = 0; e < 4; ++e) {
+    const int64_t place = i / 32 * kChunk + wide_place(piece * 8 + 2 * e);
+    *reinterpret_cast<uint32_t*>(image + image_place(rows, n, place)) = pairs[e];
   }
 }
 
@@ -370,7 +373,7 @@ __device__ __forceinline__ void with_tiles(int count, const Body& body) {
 template <class Product, class W, bool kShared, class Block>
 __device__ __forceinline__ void multiply_tiles(const ExpertProblem& p, Multiplier<Block>& m) {
   const int chunks = static_cast<int>(Product::in(p) / kChunk);
-  uint8_t* results = dynamic_shared() + Block::kResults + m.group * (4 * Block::kWarpResults);
+  uint8_t* results = dynamic_shared() + Block::kResults + m.warpgroup * (4 * Block::kWarpResults);
   NextWeights<W> next;
   for (bool first = true;; first = false) {
     barrier_wait(&m.barriers.note_full[m.note.slot], m.note.phase);
@@ -382,17 +385,17 @@ __device__ __forceinline__ void multiply_tiles(const ExpertProblem& p, Multiplie
       next.template read<0>(m);
       next.template unpack<0>(m.lane);
     }
-    const int64_t row = first_row<Product>(p, note.tile, m.group);
-    const bool exists = row == note.tile.row + m.group * Product::kRows;
-    with_tiles<Block::kTokens>(note.tile.group.count,
-                               [&]<int kTiles>() __attribute__((always_inline)) {
-                                 float total[kEven<kTiles>][4] = {};
-                                 multiply_tile<kTiles>(m, next, chunks, total);
-                                 if (exists) {
-                                   Product::template finish<Block, kTiles>(
-                                       p, note, row, results, m.warp, 1 + m.group, m.lane, total);
-                                 }
-                               });
+    const int64_t row = first_row<Product>(p, note.tile, m.warpgroup);
+    const bool exists = row == note.tile.row + m.warpgroup * Product::kRows;
+    with_tiles<Block::kTokens>(
+        note.tile.group.count, [&]<int kTiles>() __attribute__((always_inline)) {
+          float total[kEven<kTiles>][4] = {};
+          multiply_tile<kTiles>(m, next, chunks, total);
+          if (exists) {
+            Product::template finish<Block, kTiles>(
+                p, note, row, results, m.warp, 1 + m.warpgroup, m.lane, total);
+          }
+        });
     __syncwarp();
     arrive_once(&m.barriers.note_empty[m.note.slot]);
     m.note.advance();
@@ -403,7 +406,7 @@ __device__ __forceinline__ void multiply_tiles(const ExpertProblem& p, Multiplie
 template <class Block>
 struct Feeder {
   typename Block::Barriers& barriers;
-  int group;
+  int warpgroup;
   Lane lane;
   RingPlace<Block::kStages> weights;
   RingPlace<Block::kNotes> note;
@@ -413,22 +416,22 @@ struct Feeder {
 template <class Product, class W, bool kShared, class Block>
 __device__ __forceinline__ void feed_tiles(const ExpertProblem& p, Feeder<Block>& f) {
   const auto wait = [&]() __attribute__((always_inline)) {
-    barrier_wait(&f.barriers.weights_empty[f.group][f.weights.slot], f.weights.phase ^ 1);
+    barrier_wait(&f.barriers.weights_empty[f.warpgroup][f.weights.slot], f.weights.phase ^ 1);
   };
   for (bool first = true;; first = false) {
     barrier_wait(&f.barriers.note_full[f.note.slot], f.note.phase);
     const ExpertTile& tile = Block::note(f.note.slot).tile;
     if (!tile.valid || tile.shared != kShared) {
       if (!first) {
-        // The warps read one step more than there are.
+        // The multiplying warps read one step more than there are.
         wait();
-        barrier_arrive(&f.barriers.weights_full[f.group][f.weights.slot]);
+        barrier_arrive(&f.barriers.weights_full[f.warpgroup][f.weights.slot]);
         f.weights.advance();
       }
       return;
     }
-    TileRows rows =
-        Product::template rows<W>(p, tile.expert, first_row<Product>(p, tile, f.group), 0, f.lane);
+    TileRows rows = Product::template rows<W>(
+        p, tile.expert, first_row<Product>(p, tile, f.warpgroup), 0, f.lane);
     __syncwarp();
     arrive_once(&f.barriers.note_empty[f.note.slot]);
     f.note.advance();
@@ -446,9 +449,9 @@ __device__ __forceinline__ void feed_tiles(const ExpertProblem& p, Feeder<Block>
           own.value[h] += down * (in / W::kStep * W::kStepBytes);
           own.scale[h] += (kShared ? down / 32 : down) * (in / 32);
         }
-        WeightStage<W>::copy(Block::stage(f.group, f.weights.slot, warp), own);
+        WeightStage<W>::copy(Block::stage(f.warpgroup, f.weights.slot, warp), own);
       }
-      barrier_arrive_after_copies(&f.barriers.weights_full[f.group][f.weights.slot]);
+      barrier_arrive_after_copies(&f.barriers.weights_full[f.warpgroup][f.weights.slot]);
       f.weights.advance();
       seek<W>(rows, W::kStep);
     }
@@ -539,13 +542,13 @@ __device__ __forceinline__ void run_product(const ExpertProblem& p) {
     if (warp == Block::kWarps + Block::kWarpgroups) {
       load_tiles<Product, Block>(p, barriers);
     } else if (warp < Block::kWarps + Block::kWarpgroups) {
-      Feeder<Block> feeder{.barriers = barriers, .group = warp - Block::kWarps};
+      Feeder<Block> feeder{.barriers = barriers, .warpgroup = warp - Block::kWarps};
       feed_tiles<Product, typename Product::Fp8, true>(p, feeder);
       feed_tiles<Product, Fp4Weights, false>(p, feeder);
     }
   } else {
     raise_registers<Block::kWarpRegisters>();
-    Multiplier<Block> multiplier{.barriers = barriers, .group = warp / 4, .warp = warp % 4};
+    Multiplier<Block> multiplier{.barriers = barriers, .warpgroup = warp / 4, .warp = warp % 4};
     multiply_tiles<Product, typename Product::Fp8, true>(p, multiplier);
     multiply_tiles<Product, Fp4Weights, false>(p, multiplier);
   }

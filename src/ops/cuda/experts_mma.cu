@@ -211,7 +211,7 @@ Status experts_mma(OpContext& ctx, const ExpertsArgs& args) {
   // Groups of the routed experts at most, and of the shared one.
   const int64_t routed_groups = std::min(pairs, experts + pairs / tokens);
   const int64_t groups = routed_groups + (has_shared ? ceil_div(t, tokens) : 0);
-  const bool wide = tokens > kFewTokens;
+  const bool wide = tokens > kTokenTile;
   // Places of pair_of, and rows of x and hidden.
   const int64_t positions = pairs + kTokenTile * routed_groups;
   const int64_t routed_rows = wide ? positions : pairs, shared_rows = wide ? image_rows(t) : t;
@@ -238,7 +238,6 @@ Status experts_mma(OpContext& ctx, const ExpertsArgs& args) {
                         .groups = group_list,
                         .group_count = group_count,
                         .group_tokens = static_cast<int>(tokens),
-                        .wide = wide,
                         .x = static_cast<const Bf16*>(args.x.data),
                         .x_fp4 = x_fp4,
                         .x_fp8 = x_fp8,

@@ -1,4 +1,4 @@
-// Input rows in shared memory as the B operand of wgmma.
+// Input rows in memory as wgmma reads them, for blocks that multiply many tokens.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -9,7 +9,7 @@
 
 namespace cachalot::ops::cuda {
 
-constexpr int kGemmWarps = 8;
+constexpr int kGemmWarps = 8;  // of a block of linear_many.cu
 
 // Input rows of a tile as wgmma reads them, their "image": chunk after chunk, four blocks of 64
 // columns in wide order (wide_place()), each [rows][64] with the pieces of eight swizzled. Where an

@@ -9,8 +9,7 @@
 // depend on how many rows there are, on who else works on it, or on which kernel ran.
 //
 // Weights travel through stages in shared memory, filled by cp.async. Where a lane copies exactly
-// the bytes that it will read (WeightRing), no barrier is needed: waiting for one's own copies is
-// enough.
+// the bytes that it will read, no barrier is needed: waiting for one's own copies is enough.
 //
 // FP8 and FP4 codes become BF16 by bit placement: the code's magnitude bits at the right place are
 // the value times 2^-120 (E4M3) or 2^-126 (E2M1), subnormals included, and one BF16 multiplication
@@ -385,63 +384,6 @@ struct WeightStage {
       }
     }
   }
-};
-
-// What follows a ring's tile: nothing.
-struct NoMoreRows {
-  __device__ __forceinline__ int operator()(TileRows&) const { return 0; }
-};
-
-// A warp's ring of kStages stages of a tile in shared memory. more(rows) gives the places of the
-// tile after the last one started and its steps, 0 if there is none, as often as it is called.
-template <class W, int kStages, class More = NoMoreRows>
-class WeightRing {
- public:
-  static constexpr int kBytes = kStages * WeightStage<W>::kBytes;
-
-  // `memory` is the warp's, kBytes long. Starts the first stages of the next `steps` steps of
-  // `rows`.
-  __device__ __forceinline__ WeightRing(uint8_t* memory, const TileRows& rows, int steps)
-      : WeightRing(memory, rows, steps, More{}) {}
-  __device__ __forceinline__
-  WeightRing(uint8_t* memory, const TileRows& rows, int steps, const More& more)
-      : memory_(memory), left_(steps), rows_(rows), more_(more) {
-#pragma unroll
-    for (int i = 0; i < kStages - 1; ++i) {
-      fill(i);
-    }
-  }
-
-  // The next step: wait() for its copies, advance() to it, which also starts the copies of the step
-  // that is kStages - 1 ahead, then read() its groups.
-  __device__ __forceinline__ void wait() const { copy_async_wait<kStages - 2>(); }
-  __device__ __forceinline__ void advance() {
-    const int last = stage_;
-    stage_ = stage_ + 1 == kStages ? 0 : stage_ + 1;
-    fill(last);
-  }
-  template <int kGroup>
-  __device__ __forceinline__ void read(typename W::Raw& raw) const {
-    WeightStage<W>::template read<kGroup>(memory_ + stage_ * WeightStage<W>::kBytes, raw);
-  }
-
- private:
-  __device__ __forceinline__ void fill(int stage) {
-    if (left_ == 0) {
-      left_ = more_(rows_);
-    }
-    if (left_ > 0) {
-      WeightStage<W>::copy(memory_ + stage * WeightStage<W>::kBytes, rows_);
-      --left_;
-    }
-    copy_async_commit();
-  }
-
-  uint8_t* memory_;
-  int left_;                 // steps not yet started
-  int stage_ = kStages - 1;  // of the current step
-  TileRows rows_;
-  More more_;
 };
 
 // Calls body.operator()<i>() for i = 0 .. kCount - 1.
