@@ -269,6 +269,9 @@ TEST_F(CudaLinear, Experts) {
       // Tensor cores.
       {DType::kBF16, 1, 3, 256, 256, 8, kFp4Row, kFp8Block, true},
       {DType::kBF16, 9, 2, 512, 256, 6, kFp4Row, kFp8Block, true},
+      {DType::kBF16, 4, 6, 1280, 768, 8, kFp4Row, kFp8Block, true},
+      {DType::kBF16, 2, 7, 256, 512, 8, kFp4Row, kFp8Block, true},
+      {DType::kBF16, 2, 2, 512, 256, 4, kFp4Row, kFp8Block, false},
       {DType::kBF16, 33, 3, 256, 512, 4, kFp4Row, kFp8Block, true},
       {DType::kBF16, 70, 2, 256, 256, 4, kFp4Row, kFp8Block, false},
       {DType::kBF16, 40, 2, 512, 256, 8, kFp4Row, kFp8Block, true},
@@ -348,6 +351,9 @@ TEST_F(CudaLinear, ExpertsIgnoreForeignIds) {
   for (int64_t row = 0; row < 5; ++row) {
     EXPECT_EQ(row_bytes(got, row), row_bytes(want, row));
   }
+  // A row and its padding.
+  Side pair(Side::Kind::kCuda);
+  EXPECT_EQ(row_bytes(run_experts(pair, in, 4, 2), 0), row_bytes(want, 4));
 }
 
 // A captured step replays to the same result; the expert table must not be made inside the capture.

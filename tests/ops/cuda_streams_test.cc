@@ -333,8 +333,13 @@ TEST_F(CudaStreams, Gate) {
     int64_t t, d, e, k;
   };
   for (DType act : kActs) {
-    for (const Case& c :
-         {Case{1, 256, 384, 6}, {9, 40, 12, 3}, {33, 512, 64, 6}, {2, 32, 4, 4}, {9, 64, 4, 1}}) {
+    for (const Case& c : {Case{1, 256, 384, 6},
+                          {9, 40, 12, 3},
+                          {33, 512, 64, 6},
+                          {2, 32, 4, 4},
+                          {9, 64, 4, 1},
+                          {5, 5632, 40, 6},
+                          {70, 256, 24, 3}}) {
       const Buffer x = random.activations(act, {c.t, c.d});
       const auto weight =
           test::random_weight(random, WeightFormat::kBF16, c.e, c.d, 1 / std::sqrt(c.d));

@@ -167,6 +167,9 @@ constexpr int64_t kDirectTokens = 2;
 // The two products for groups of at most kTokenTile tokens, and for groups of at most 32 or 80.
 Status experts_few(const OpContext& ctx, const ExpertProblem& p, int64_t groups);
 Status experts_many(const OpContext& ctx, const ExpertProblem& p, int64_t groups);
+
+// The whole of a call with at most kDirectTokens tokens from x to y, without routing, if a block
+// has warps for all experts of a token and shared memory for the input.
 bool experts_direct_supports(const ExpertProblem& p);
 Status experts_direct(const OpContext& ctx, const ExpertProblem& p);
 

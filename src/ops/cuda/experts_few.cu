@@ -19,7 +19,7 @@
 // rings fill while it drains. Inputs come from L1/L2, half a chunk ahead of their use.
 //
 // Shared: 4 rings of 3 stages, 7 (FP4) or 6.5 KiB (FP8) each; six blocks per multiprocessor, four
-// with groups of 16. Of 5 stages, with four blocks, where all blocks run at once.
+// with groups of 16.
 //
 // Bound by weight bytes: 18.8 MB per routed expert with a token, 35.4 MB for the shared one. With
 // 64 tokens HBM gives 3.7 TB/s and L2 is at 90 to 95 % of what it can do, while 0.7 instructions
@@ -39,20 +39,16 @@ static_assert(kHiddenBlock == 32, "one quantization block");
 
 using Fp8Pair = Fp8Weights<false, 2>;
 using Fp8Rows = Fp8Weights<true>;
+constexpr int kStages = 3;
 // Bytes of a warp's ring.
-template <int kStages>
 constexpr int kHiddenRing =
     std::max(TileRing<Fp4Weights, kStages>::kBytes, TileRing<Fp8Pair, kStages>::kBytes);
-template <int kStages>
 constexpr int kOutRing =
     std::max(TileRing<Fp4Weights, kStages>::kBytes, TileRing<Fp8Rows, kStages>::kBytes);
 
-// Stages of a ring: more where all blocks run at once, so that none is left for more blocks.
-constexpr int kStages = 3, kDeepStages = 5;
 // Blocks of a multiprocessor: as many as registers and rings allow.
-template <int kTiles, int kRingStages>
-constexpr int kBlocks = kTiles == 1 && kRingStages == kStages ? 6 : 4;
-constexpr int64_t kDeepBlocks = 4 * kMultiprocessors;
+template <int kTiles>
+constexpr int kBlocks = kTiles == 1 ? 6 : 4;
 
 // Input row of token n, for the first (x) or the second (hidden) product; null past the last token.
 __device__ __forceinline__ const uint16_t* expert_input(const ExpertProblem& p,
@@ -69,8 +65,8 @@ __device__ __forceinline__ const uint16_t* expert_input(const ExpertProblem& p,
   return reinterpret_cast<const uint16_t*>(base);
 }
 
-template <class W, int kRingStages, int kTiles>
-__device__ __forceinline__ void multiply(TileRing<W, kRingStages>& ring,
+template <class W, int kTiles>
+__device__ __forceinline__ void multiply(TileRing<W, kStages>& ring,
                                          const ExpertProblem& p,
                                          const ExpertTile& tile,
                                          bool hidden,
@@ -87,8 +83,8 @@ __device__ __forceinline__ void multiply(TileRing<W, kRingStages>& ring,
       ring, row, chunks, lane, [&](int, const float (&part)[kTiles][4]) { add_part(total, part); });
 }
 
-template <int kTiles, int kRingStages>
-__global__ void __launch_bounds__(kThreads, kBlocks<kTiles, kRingStages>)
+template <int kTiles>
+__global__ void __launch_bounds__(kThreads, kBlocks<kTiles>)
     hidden_kernel(const __grid_constant__ ExpertProblem p) {
   __shared__ float hidden[kTiles * kTokenTile][kHiddenBlock + 1];
   const Lane lane;
@@ -99,17 +95,17 @@ __global__ void __launch_bounds__(kThreads, kBlocks<kTiles, kRingStages>)
   }
   const int chunks = static_cast<int>(p.d / kChunk);
   const int64_t row = tile.row + warp * kColumns;
-  uint8_t* memory = dynamic_shared() + warp * kHiddenRing<kRingStages>;
+  uint8_t* memory = dynamic_shared() + warp * kHiddenRing;
   float total[kTiles][4] = {};
   if (tile.shared) {
     const TileRows rows = gate_up_rows<Fp8Pair>(tile.expert, row, p.d, lane);
-    TileRing<Fp8Pair, kRingStages> ring(memory, rows, chunks * (kChunk / Fp8Pair::kStep));
+    TileRing<Fp8Pair, kStages> ring(memory, rows, chunks * (kChunk / Fp8Pair::kStep));
     wait_for_previous_kernels();
     allow_next_kernel();
     multiply(ring, p, tile, false, chunks, lane, total);
   } else {
     const TileRows rows = gate_up_rows<Fp4Weights>(tile.expert, row, p.d, lane);
-    TileRing<Fp4Weights, kRingStages> ring(memory, rows, chunks);
+    TileRing<Fp4Weights, kStages> ring(memory, rows, chunks);
     wait_for_previous_kernels();
     allow_next_kernel();
     multiply(ring, p, tile, false, chunks, lane, total);
@@ -131,8 +127,8 @@ __global__ void __launch_bounds__(kThreads, kBlocks<kTiles, kRingStages>)
   }
 }
 
-template <int kTiles, int kRingStages>
-__global__ void __launch_bounds__(kThreads, kBlocks<kTiles, kRingStages>)
+template <int kTiles>
+__global__ void __launch_bounds__(kThreads, kBlocks<kTiles>)
     out_kernel(const __grid_constant__ ExpertProblem p) {
   const Lane lane;
   const int warp = static_cast<int>(threadIdx.x) / 32;
@@ -142,19 +138,19 @@ __global__ void __launch_bounds__(kThreads, kBlocks<kTiles, kRingStages>)
   }
   const int chunks = static_cast<int>(p.f / kChunk);
   const int64_t row = tile.row + warp * kTileRows;
-  uint8_t* memory = dynamic_shared() + warp * kOutRing<kRingStages>;
+  uint8_t* memory = dynamic_shared() + warp * kOutRing;
   float total[kTiles][4] = {};
   if (tile.shared) {
     const TileRows rows =
         tile_rows<Fp8Rows>(tile.expert.w2, tile.expert.w2_scales, row, p.d, p.f, lane);
-    TileRing<Fp8Rows, kRingStages> ring(memory, rows, chunks * (kChunk / Fp8Rows::kStep));
+    TileRing<Fp8Rows, kStages> ring(memory, rows, chunks * (kChunk / Fp8Rows::kStep));
     wait_for_previous_kernels();
     allow_next_kernel();
     multiply(ring, p, tile, true, chunks, lane, total);
   } else {
     const TileRows rows =
         tile_rows<Fp4Weights>(tile.expert.w2, tile.expert.w2_scales, row, p.d, p.f, lane);
-    TileRing<Fp4Weights, kRingStages> ring(memory, rows, chunks);
+    TileRing<Fp4Weights, kStages> ring(memory, rows, chunks);
     wait_for_previous_kernels();
     allow_next_kernel();
     multiply(ring, p, tile, true, chunks, lane, total);
@@ -173,32 +169,28 @@ __global__ void __launch_bounds__(kThreads, kBlocks<kTiles, kRingStages>)
   }
 }
 
-template <int kTiles, int kRingStages>
+template <int kTiles>
 Status run(const OpContext& ctx, const ExpertProblem& p, int64_t groups) {
   CACHALOT_RETURN_IF_ERROR(launch(ctx,
                                   "experts_hidden",
-                                  hidden_kernel<kTiles, kRingStages>,
+                                  hidden_kernel<kTiles>,
                                   extent(groups * (p.f / kHiddenBlock)),
                                   kThreads,
-                                  kWarps * kHiddenRing<kRingStages>,
+                                  kWarps * kHiddenRing,
                                   p));
   return launch(ctx,
                 "experts_out",
-                out_kernel<kTiles, kRingStages>,
+                out_kernel<kTiles>,
                 extent(groups * (p.d / kOutBlock)),
                 kThreads,
-                kWarps * kOutRing<kRingStages>,
+                kWarps * kOutRing,
                 p);
 }
 
 }  // namespace
 
 Status experts_few(const OpContext& ctx, const ExpertProblem& p, int64_t groups) {
-  if (p.group_tokens > kTokenTile) {
-    return run<2, kStages>(ctx, p, groups);
-  }
-  return groups * (p.f / kHiddenBlock) <= kDeepBlocks ? run<1, kDeepStages>(ctx, p, groups)
-                                                      : run<1, kStages>(ctx, p, groups);
+  return p.group_tokens > kTokenTile ? run<2>(ctx, p, groups) : run<1>(ctx, p, groups);
 }
 
 }  // namespace cachalot::ops::cuda
