@@ -61,14 +61,7 @@ void bench_linears(Bench& bench) {
       {"linear.engram_wkv", 6144, {25600}},
       {"linear.compressor", 5120, {512, 512}, 1, false, WeightFormat::kBF16, DType::kF32},
   };
-  std::vector<int64_t> counts{1, 8, 64, 4096};
-  if (const char* v = std::getenv("COUNTS")) {
-    counts.clear();
-    for (char* p = const_cast<char*>(v); *p != 0; p += *p == ',') {
-      counts.push_back(std::strtol(p, &p, 10));
-    }
-  }
-  for (const int64_t t : counts) {
+  for (const int64_t t : {int64_t{1}, int64_t{8}, int64_t{64}, int64_t{4096}}) {
     double dense = 0;
     for (const LinearSpec& spec : specs) {
       if (!bench.wanted(spec.name)) {

@@ -1,9 +1,11 @@
 // Prepares the input rows of linears: quantization to FP8 blocks and back, and the column order
-// that the weight fragments expect (device/weights.cuh).
+// that the weight fragments expect (device/weights.cuh), as rows or as images for wgmma
+// (device/gemm.cuh).
 //
 // in   x [T, K] bf16        out  [T, K] bf16, K permuted within chunks of 256
 // Eight columns per thread; four neighbouring threads hold a block of 32 and agree on its amax by
-// shuffles. No shared memory. Bytes: 4 K per row; at decode the launch dominates.
+// shuffles, and for images four threads exchange what makes whole 16-byte pieces. No shared memory.
+// Bytes: 4 K per row; at decode the launch dominates.
 #include "ops/cuda/input.cuh"
 
 #include "ops/cuda/device/pieces.cuh"

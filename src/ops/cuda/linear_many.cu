@@ -3,43 +3,39 @@
 //
 // in   images of x, weights [N, K]        out  y [T, N] bf16|f32, up to four weights per call
 //
-// Where that fills the device, a block has 128 rows and 128 tokens at a time, a half of the rows
-// per warpgroup. Else it has 64 rows and up to 64 tokens, and three warpgroups take turns at the
-// chunks of K. One block per multiprocessor takes tiles in order: 16 blocks of rows for all tokens,
-// then the next 16, so that what runs at one time fits into L2.
+// Where that fills the device, a block has 128 rows and 128 tokens at a time, half of the rows per
+// warpgroup. Otherwise it has 64 rows, and three warpgroups (two with 128 tokens) take turns at the
+// chunks of K, because one alone would be bound by the latencies of its own unpacking. One block
+// per multiprocessor takes tiles in order: 16 blocks of rows for all tokens, then the next 16, so
+// that what runs at one time fits into L2.
 //
-// Shared: two or three chunks of 256 columns of input (64 or 32 KiB each), stages of weights per
-// warpgroup, 2 KiB per warp in which results are transposed, and 16 KiB of sums that wait for their
-// turn.
+// Shared: two or three chunks of 256 columns of input (64 KiB each for 128 tokens), three to six
+// stages of weights per warpgroup, 2 KiB per warp in which results are transposed, and up to 32 KiB
+// of sums that wait for their turn. Bound by mma and by the reads from L2, 96 KB per 8.4 MFLOP:
+// 4096 tokens of 8192 columns times 5120 rows run at 643 TFLOP/s with the matrix units busy 76 % of
+// the cycles and 8.3 TB/s from L2 (the images are made in front of that).
 #include <algorithm>
-#include <cstdlib>
 
 #include "ops/cuda/device/gemm_tiles.cuh"
 #include "ops/cuda/linear_mma.cuh"
-#include "ops/cuda/tensor_map.cuh"
 
 namespace cachalot::ops::cuda {
 namespace {
 
 constexpr int kPanel = 16;  // blocks of rows
 
-// Tiles in the order in which clusters of kCluster blocks, with as many blocks of rows each, take
-// them.
-template <int kCluster>
+// Tiles in the order in which they are taken; a block has every stride-th.
 struct TileOrder {
-  static constexpr int kWidth = kPanel / kCluster;
-
-  int row_blocks;  // in units of a cluster's
+  int row_blocks;
   int token_tiles;
-  int mode = 0;
 
-  __device__ __forceinline__ int first() const { return static_cast<int>(blockIdx.x) / kCluster; }
-  __device__ __forceinline__ int stride() const { return static_cast<int>(gridDim.x) / kCluster; }
+  __device__ __forceinline__ int first() const { return static_cast<int>(blockIdx.x); }
+  __device__ __forceinline__ int stride() const { return static_cast<int>(gridDim.x); }
   __device__ __forceinline__ int count() const { return row_blocks * token_tiles; }
   __device__ __forceinline__ void at(int index, int& row_block, int& token_tile) const {
-    const int panel = index / (kWidth * token_tiles) * kWidth;
-    const int within = index % (kWidth * token_tiles), width = min(kWidth, row_blocks - panel);
-    row_block = (panel + within % width) * kCluster + static_cast<int>(blockIdx.x) % kCluster;
+    const int panel = index / (kPanel * token_tiles) * kPanel;
+    const int within = index % (kPanel * token_tiles), width = min(kPanel, row_blocks - panel);
+    row_block = panel + within % width;
     token_tile = within / width;
   }
 };
@@ -65,14 +61,12 @@ struct Layout {
 // The chunks of this block's tiles that a warpgroup takes: every kTurns-th from `turn` on.
 template <class Block>
 struct ChunkWalk {
-  using Order = TileOrder<Block::kCluster>;
-
-  const Order& order;
+  const TileOrder& order;
   int chunks;  // of a tile
   int index;   // of the tile
   int chunk;
 
-  __device__ __forceinline__ ChunkWalk(const Order& tiles, int tile_chunks, int turn)
+  __device__ __forceinline__ ChunkWalk(const TileOrder& tiles, int tile_chunks, int turn)
       : order(tiles), chunks(tile_chunks), index(tiles.first()), chunk(turn) {
     settle();
   }
@@ -97,41 +91,25 @@ struct ChunkWalk {
 
 template <class Block>
 __device__ __forceinline__ void feed_inputs(const LinearProblem& p,
-                                            const TileOrder<Block::kCluster>& order,
-                                            const CUtensorMap& map,
+                                            const TileOrder& order,
                                             typename Block::Inputs inputs) {
   for (int index = order.first(); index < order.count(); index += order.stride()) {
     int row_block, token_tile;
     order.at(index, row_block, token_tile);
     const int64_t token0 = int64_t{token_tile} * Block::kTokens;
     // Tiles of a block lie in one group: the host gives blocks of whole groups only.
-    const TilePlace place(p, min(row_block * Block::kRowWarps, p.tiles - 1));
+    const TilePlace place(p, row_block * Block::kRowWarps);
     const int64_t group = place.row / p.target[place.target].group_rows;
-    inputs.load(reinterpret_cast<const uint8_t*>(p.x),
-                (group * image_rows(p.tokens) + token0) * p.in * 2,
-                static_cast<int>(image_rows(min(p.tokens - token0, int64_t{Block::kTokens}))),
-                static_cast<int>(p.in / kChunk),
-                &map,
-                order.mode);
-  }
-}
-
-template <class Block>
-__device__ __forceinline__ void forward_inputs(const LinearProblem& p,
-                                               const TileOrder<Block::kCluster>& order,
-                                               typename Block::Inputs inputs) {
-  for (int index = order.first(); index < order.count(); index += order.stride()) {
-    int row_block, token_tile;
-    order.at(index, row_block, token_tile);
-    const int64_t token0 = int64_t{token_tile} * Block::kTokens;
-    inputs.forward(static_cast<int>(image_rows(min(p.tokens - token0, int64_t{Block::kTokens}))),
-                   static_cast<int>(p.in / kChunk));
+    inputs.load(
+        reinterpret_cast<const uint8_t*>(p.x + (group * image_rows(p.tokens) + token0) * p.in),
+        static_cast<int>(image_rows(min(p.tokens - token0, int64_t{Block::kTokens}))),
+        static_cast<int>(p.in / kChunk));
   }
 }
 
 template <class W, class Block, class Weights>
 __device__ __forceinline__ void feed_weights(const LinearProblem& p,
-                                             const TileOrder<Block::kCluster>& order,
+                                             const TileOrder& order,
                                              int group,
                                              Weights weights) {
   const Lane lane;
@@ -210,7 +188,7 @@ __device__ __forceinline__ void store_results(const LinearProblem& p,
 // A warp of a multiplying group.
 template <class W, class Block, class Weights>
 __device__ __forceinline__ void multiply(const LinearProblem& p,
-                                         const TileOrder<Block::kCluster>& order,
+                                         const TileOrder& order,
                                          int group,
                                          Weights weights,
                                          typename Block::Inputs inputs) {
@@ -235,7 +213,7 @@ __device__ __forceinline__ void multiply(const LinearProblem& p,
         p, row_block * Block::kRowWarps + row_warp, token_tile, lane, results, total);
   };
   if constexpr (kTurns == 1) {
-    for (; !walk.done(); walk.index += order.stride()) {
+    for (int index = order.first(); index < order.count(); index += order.stride()) {
       float total[kTiles][4] = {};
 #pragma unroll 1
       for (int c = 0; c < chunks; ++c) {
@@ -243,7 +221,7 @@ __device__ __forceinline__ void multiply(const LinearProblem& p,
         multiply_chunk<W, kTiles>(next, weights, inputs, warp, lane, part);
         add_part(total, part);
       }
-      store(walk.index, total);
+      store(index, total);
     }
   } else {
     const TurnSums<kTurns, kTiles> sums(dynamic_shared() + Layout<W, Block>::kTotals, group);
@@ -273,10 +251,8 @@ __device__ __forceinline__ void multiply(const LinearProblem& p,
 }
 
 template <class W, class Block>
-__global__ void __launch_bounds__(Block::kThreads, 1) __cluster_dims__(Block::kCluster)
-    many_kernel(const __grid_constant__ LinearProblem p,
-                const __grid_constant__ TileOrder<Block::kCluster> order,
-                const __grid_constant__ CUtensorMap map) {
+__global__ void __launch_bounds__(Block::kThreads, 1)
+    many_kernel(const __grid_constant__ LinearProblem p, const __grid_constant__ TileOrder order) {
   using Shared = Layout<W, Block>;
   using Weights = typename Shared::Weights;
   using Inputs = typename Block::Inputs;
@@ -288,15 +264,8 @@ __global__ void __launch_bounds__(Block::kThreads, 1) __cluster_dims__(Block::kC
       Weights::init(barriers);
     }
     async_proxy_fence();
-    if constexpr (Block::kCluster > 1) {
-      cluster_barrier_fence();
-    }
   }
-  if constexpr (Block::kCluster > 1) {
-    cluster_sync();
-  } else {
-    __syncthreads();
-  }
+  __syncthreads();
   const int warp = uniform_warp(), group = warp / kGroupWarps;
   const auto weights_of = [&](int g) __attribute__((always_inline)) {
     return Weights(dynamic_shared() + Shared::kWeights + g * Weights::kBytes, &weight_barriers[g]);
@@ -306,12 +275,10 @@ __global__ void __launch_bounds__(Block::kThreads, 1) __cluster_dims__(Block::kC
     const int feeder = warp % kGroupWarps;
     if (feeder > 0 && feeder <= Block::kGroups) {
       feed_weights<W, Block>(p, order, feeder - 1, weights_of(feeder - 1));
-    } else if (Block::kCluster > 1 && feeder == 3 && threadIdx.x % 32 == 0 && order.mode == 3) {
-      forward_inputs<Block>(p, order, Inputs(dynamic_shared(), &input_barriers, 0));
     } else if (threadIdx.x == Block::kGroups * kGroupThreads) {
       wait_for_previous_kernels();
       allow_next_kernel();
-      feed_inputs<Block>(p, order, map, Inputs(dynamic_shared(), &input_barriers, 0));
+      feed_inputs<Block>(p, order, Inputs(dynamic_shared(), &input_barriers, 0));
     }
   } else {
     raise_registers<Block::kGroupRegisters>();
@@ -323,36 +290,21 @@ __global__ void __launch_bounds__(Block::kThreads, 1) __cluster_dims__(Block::kC
                        weights_of(group),
                        Inputs(dynamic_shared(), &input_barriers, Block::kTurns == 1 ? 0 : group));
   }
-  if constexpr (Block::kCluster > 1) {
-    __syncwarp();
-    cluster_sync();  // others still arrive at this block's barriers
-  }
 }
 
 template <class W, class Block>
 Status launch_many(const OpContext& ctx, const LinearProblem& p) {
-  constexpr int kCluster = Block::kCluster;
-  TileOrder<kCluster> order{
-      .row_blocks = static_cast<int>(ceil_div(p.tiles, Block::kRowWarps * kCluster)),
-      .token_tiles = static_cast<int>(ceil_div(p.tokens, Block::kTokens))};
+  const TileOrder order{.row_blocks = static_cast<int>(ceil_div(p.tiles, Block::kRowWarps)),
+                        .token_tiles = static_cast<int>(ceil_div(p.tokens, Block::kTokens))};
   const int64_t tiles = int64_t{order.row_blocks} * order.token_tiles;
-  if (kCluster > 1) {
-    order.mode = std::atoi(std::getenv("PAIR"));
-  }
-  CUtensorMap map{};
-  if constexpr (kCluster > 1) {
-    const int64_t rows = image_rows(p.tokens) * p.width / kBlockColumns;
-    CACHALOT_RETURN_IF_ERROR(map_rows(map, p.x, rows, Block::kTokens / kCluster));
-  }
   return launch(ctx,
                 "linear",
                 many_kernel<W, Block>,
-                extent(std::min<int64_t>(tiles * kCluster, kMultiprocessors)),
+                extent(std::min<int64_t>(tiles, kMultiprocessors)),
                 Block::kThreads,
                 Layout<W, Block>::kBytes,
                 p,
-                order,
-                map);
+                order);
 }
 
 // The three parts of F32 weights leave no room for 128 tokens.
@@ -408,11 +360,6 @@ Status linear_many(const OpContext& ctx, WeightFormat format, const LinearProble
       if (!fills_device<W>(p.tiles, p.tokens)) {
         return tile == 64 ? launch_many<W, GemmBlock<64, 1, 3>>(ctx, p)
                           : launch_many<W, GemmBlock<128, 1, 2>>(ctx, p);
-      }
-    }
-    if constexpr (std::is_same_v<W, Fp8Weights<false>>) {
-      if (std::getenv("PAIR") != nullptr) {
-        return launch_many<W, GemmBlock<kMostTokens<W>, 2, 1, 2>>(ctx, p);
       }
     }
     return launch_many<W, WholeBlock<W>>(ctx, p);

@@ -67,12 +67,6 @@ __device__ __forceinline__ void remote_arrive(uint64_t* barrier, int rank) {
                    remote_address(barrier, rank))
                : "memory");
 }
-// The same by a thread that has only read: its writes may not be seen.
-__device__ __forceinline__ void remote_arrive_read(uint64_t* barrier, int rank) {
-  asm volatile(
-      "mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(remote_address(barrier, rank))
-      : "memory");
-}
 __device__ __forceinline__ void cluster_barrier_wait(uint64_t* barrier, int phase) {
   asm volatile(
       "{\n"
@@ -82,28 +76,6 @@ __device__ __forceinline__ void cluster_barrier_wait(uint64_t* barrier, int phas
       "@!done bra wait;\n"
       "}" ::"r"(shared_address(barrier)),
       "r"(phase)
-      : "memory");
-}
-// Makes barrier_init() seen by the other blocks, in front of cluster_sync().
-__device__ __forceinline__ void cluster_barrier_fence() {
-  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-}
-// Copy by one thread of the box that begins at row `row` of a mapped matrix to the same place in
-// the shared memory of the first `kBlocks` blocks of the cluster, each of whose `barrier` counts
-// its bytes.
-template <int kBlocks>
-__device__ __forceinline__ void copy_rows_to_all(void* to,
-                                                 const void* map,
-                                                 int row,
-                                                 uint64_t* barrier) {
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
-      ".multicast::cluster [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(shared_address(to)),
-      "l"(map),
-      "r"(0),
-      "r"(row),
-      "r"(shared_address(barrier)),
-      "h"(static_cast<uint16_t>((1 << kBlocks) - 1))
       : "memory");
 }
 // Bulk copy by one thread from this block's shared memory to the same place in that of block

@@ -18,7 +18,6 @@
 
 #include <cstdint>
 
-#include "ops/cuda/device/cluster.cuh"
 #include "ops/cuda/device/gemm.cuh"
 #include "ops/cuda/device/num.cuh"
 #include "ops/cuda/device/warpgroup.cuh"
@@ -32,9 +31,8 @@ constexpr int kGroupWarps = 4;  // of a warpgroup
 constexpr int kGroupThreads = kGroupWarps * 32;
 
 // Input in shared memory: kSlots chunks of four blocks. The loading thread goes round them, and so
-// does every warp that reads, kStride at a time; kReaders warps read a slot. kCluster blocks share
-// it: the loading thread of each brings an equal part of all blocks' copies.
-template <int kTokens, int kSlots, int kStride, int kReaders, int kCluster>
+// does every warp that reads, kStride at a time; kReaders warps read a slot.
+template <int kTokens, int kSlots, int kStride, int kReaders>
 class InputSlots {
  public:
   static constexpr int kBlockBytes = kTokens * kBlockColumns * 2;
@@ -43,7 +41,6 @@ class InputSlots {
   struct Barriers {
     uint64_t full[kSlots][kChunkBlocks];
     uint64_t empty[kSlots][kChunkBlocks];
-    uint64_t part[kSlots][kChunkBlocks];
   };
 
   // From slot `first` on.
@@ -56,63 +53,24 @@ class InputSlots {
     for (int i = 0; i < kSlots; ++i) {
 #pragma unroll
       for (int block = 0; block < kChunkBlocks; ++block) {
-        barrier_init(&barriers.full[i][block], kCluster);
-        barrier_init(&barriers.part[i][block], 1);
-        barrier_init(&barriers.empty[i][block], kReaders * kCluster);
+        barrier_init(&barriers.full[i][block], 1);
+        barrier_init(&barriers.empty[i][block], kReaders);
       }
     }
   }
 
   // By the loading thread: all chunks of an image of `rows` rows, at most kTokens. Rows past the
-  // image keep what they held: their results are not stored. `map` maps the rows of 64 columns of
-  // memory that begins at `images`, kTokens / kCluster at a time.
-  __device__ __forceinline__ void load(
-      const uint8_t* images, int64_t place, int rows, int chunks, const void* map, int mode) {
+  // image keep what they held: their results are not stored.
+  __device__ __forceinline__ void load(const uint8_t* image, int rows, int chunks) {
     const int bytes = rows * (kBlockColumns * 2);
     for (int c = 0; c < chunks; ++c) {
 #pragma unroll
       for (int block = 0; block < kChunkBlocks; ++block) {
-        uint8_t* to = memory_ + slot_ * kSlotBytes + block * kBlockBytes;
         uint64_t* full = &barriers_->full[slot_][block];
         barrier_wait(&barriers_->empty[slot_][block], phase_ ^ 1);
-        if constexpr (kCluster == 1) {
-          barrier_arrive_expect(full, bytes);
-          copy_bulk(to, images + place, bytes, full);
-        } else if (mode == 3) {
-          const int part = bytes / kCluster, first = cluster_rank() * part;
-          uint64_t* half = &barriers_->part[slot_][block];
-          barrier_arrive_expect(full, part);
-          barrier_arrive_expect(half, part);
-          copy_bulk(to + first, images + place + first, part, half);
-        } else {
-          barrier_arrive_expect(full, bytes);
-          barrier_arrive(full);
-          if (rows < kTokens || mode == 2) {
-            copy_bulk(to, images + place, bytes, full);
-          } else {
-            constexpr int kPart = kTokens / kCluster;
-            const int first = cluster_rank() * kPart;
-            copy_rows_to_all<kCluster>(to + first * (kBlockColumns * 2),
-                                       map,
-                                       static_cast<int>(place / (kBlockColumns * 2)) + first,
-                                       full);
-          }
-        }
-        place += bytes;
-      }
-      step<1>();
-    }
-  }
-
-  __device__ __forceinline__ void forward(int rows, int chunks) {
-    const int part = rows * (kBlockColumns * 2) / kCluster, rank = cluster_rank();
-    for (int c = 0; c < chunks; ++c) {
-#pragma unroll
-      for (int block = 0; block < kChunkBlocks; ++block) {
-        uint8_t* from = memory_ + slot_ * kSlotBytes + block * kBlockBytes + rank * part;
-        barrier_wait(&barriers_->part[slot_][block], phase_);
-        remote_copy_bulk(from, part, &barriers_->full[slot_][block], rank ^ 1);
-        barrier_arrive(&barriers_->full[slot_][block]);
+        barrier_arrive_expect(full, bytes);
+        copy_bulk(memory_ + slot_ * kSlotBytes + block * kBlockBytes, image, bytes, full);
+        image += bytes;
       }
       step<1>();
     }
@@ -126,14 +84,8 @@ class InputSlots {
   }
   template <int kBlock>
   __device__ __forceinline__ void release() const {
-    uint64_t* empty = &barriers_->empty[slot_][kBlock];
-    const int lane = static_cast<int>(threadIdx.x) % 32;
-    if constexpr (kCluster == 1) {
-      if (lane == 0) {
-        barrier_arrive(empty);
-      }
-    } else if (lane < kCluster) {
-      remote_arrive_read(empty, lane);
+    if (threadIdx.x % 32 == 0) {
+      barrier_arrive(&barriers_->empty[slot_][kBlock]);
     }
   }
   __device__ __forceinline__ void advance() { step<kStride>(); }
@@ -301,10 +253,9 @@ __device__ __forceinline__ void multiply_chunk(WeightBlock<W, Weights>& next,
 
 // What a block is made of: kRowGroups warpgroups with rows of their own, or kTurns that take turns
 // at the chunks of the same rows, and one that feeds them. Registers move from it to the others.
-template <int kTokens_, int kRowGroups_, int kTurns_, int kCluster_ = 1>
+template <int kTokens_, int kRowGroups_, int kTurns_>
 struct GemmBlock {
   static_assert(kRowGroups_ == 1 || kTurns_ == 1);
-  static constexpr int kCluster = kCluster_;
   static constexpr int kTokens = kTokens_;
   static constexpr int kTurns = kTurns_;
   static constexpr int kGroups = kRowGroups_ * kTurns;
@@ -313,7 +264,7 @@ struct GemmBlock {
   static_assert(kGroups == 2 || kGroups == 3);
   static constexpr int kFeedRegisters = 56;
   static constexpr int kGroupRegisters = kGroups == 2 ? 224 : 152;
-  using Inputs = InputSlots<kTokens, kTurns == 1 ? 2 : kTurns, kTurns, kRowWarps, kCluster>;
+  using Inputs = InputSlots<kTokens, kTurns == 1 ? 2 : kTurns, kTurns, kRowWarps>;
   // Where sums wait for the next turn, and where store_tile() transposes the results of a warp.
   static constexpr int kTotalBytes = kTurns == 1 ? 0 : kTileRows * kGroupWarps * kTokens * 4;
   static constexpr int kStoreTokens = kTokens < 64 ? kTokens : 64;

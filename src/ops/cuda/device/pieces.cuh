@@ -83,15 +83,6 @@ __device__ __forceinline__ void store_piece(Bf16* out, int64_t i, const float (&
   store_pairs<kLayout>(out, i, pairs);
 }
 
-// Stores piece i of row `row` in the image of a tile of `rows` rows (device/gemm.cuh).
-template <InputLayout kLayout>
-__device__ __forceinline__ void store_image(
-    Bf16* image, int64_t rows, int64_t row, int64_t i, const float (&v)[8]) {
-  uint32_t pairs[4];
-  order_piece<kLayout>(v, pairs);
-  store_image_pairs<kLayout>(image, rows, row, i / 32, pairs);
-}
-
 // Stores the ordered pairs of chunk `chunk` of row `row` in the image of a tile of `rows` rows
 // (device/gemm.cuh), by a whole warp: lane l has columns 8 l .. 8 l + 7 of the chunk. The four
 // lanes whose columns share 16-byte pieces of the image exchange pairs, so that each stores one of
@@ -117,6 +108,15 @@ __device__ __forceinline__ void store_image_pairs(
   const int64_t place = chunk * kChunk + piece / 4 * 32 + piece % 4 * 8;
   *reinterpret_cast<uint4*>(image + image_place(rows, row, place)) =
       make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+}
+
+// The same for piece i of the row; a warp has the pieces of a chunk.
+template <InputLayout kLayout>
+__device__ __forceinline__ void store_image(
+    Bf16* image, int64_t rows, int64_t row, int64_t i, const float (&v)[8]) {
+  uint32_t pairs[4];
+  order_piece<kLayout>(v, pairs);
+  store_image_pairs<kLayout>(image, rows, row, i / 32, pairs);
 }
 
 }  // namespace cachalot::ops::cuda
