@@ -69,9 +69,8 @@ __device__ __forceinline__ void remote_arrive(uint64_t* barrier, int rank) {
 }
 // The same by a thread that has only read: its writes may not be seen.
 __device__ __forceinline__ void remote_arrive_read(uint64_t* barrier, int rank) {
-  asm volatile(
-      "mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(remote_address(barrier, rank))
-      : "memory");
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(remote_address(barrier, rank))
+               : "memory");
 }
 __device__ __forceinline__ void cluster_barrier_wait(uint64_t* barrier, int phase) {
   asm volatile(
