@@ -21,8 +21,8 @@
 // (three loads, each of which needs the one before), 5,400 unpack the own keys, 1,700 score them,
 // 1,000 exchange maxima, 1,100 make and send P, 6,500 sum the values (the tensor cores take 1,300
 // of them) and 2,400 store them.
-// Measured on an H200: 14.7 us for one token, 16.9 for six (32 heads per cluster); window only, 6.7
-// and 7.4.
+// Measured on an H200: 13.2 us for one token, 15.3 for six (32 heads per cluster); window only, 6.7
+// and 7.5.
 #include "ops/cuda/attend_tiles.cuh"
 #include "ops/cuda/device/cluster.cuh"
 

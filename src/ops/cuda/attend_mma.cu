@@ -32,8 +32,8 @@
 // Bound: 4 * 64 * 512 * keys FLOP per token, 32 cycles of the tensor cores per key; the bytes (215
 // KB per token at 640 keys) take half of that. Shared memory has 36 cycles of work per key: K is
 // written once and read twice, Q read once per block of keys.
-// Measured on an H200 with 128 + 512 keys: 39 to 40 us for 16 to 128 tokens, 73 for 256, 939 for a
-// chunk of 4096 (366 TFLOP/s, 46 % of the BF16 rate); docs/benchmarks.md says what bounds it.
+// Measured on an H200 with 128 + 512 keys: 37 to 39 us for 16 to 128 tokens, 72 for 256, 931 for a
+// chunk of 4096 (369 TFLOP/s, 48 % of the BF16 rate); docs/benchmarks.md says what bounds it.
 #include <algorithm>
 
 #include "ops/cuda/attend_keys.cuh"

@@ -113,10 +113,10 @@ __device__ __forceinline__ uint4 turned_piece(const uint4& raw, const Turn& turn
       bf16_pair(v[0], v[4]), bf16_pair(v[1], v[5]), bf16_pair(v[2], v[6]), bf16_pair(v[3], v[7]));
 }
 
-// The sums of a warp's 16 heads and of kColumns columns in groups of eight from `group` on,
-// divided, rounded, rotated back and stored. `head` is that of the warp's first row, `buffer` the
-// warp's.
 constexpr int kOutputBuffer = 16 * 128;  // bytes: 16 heads, 64 columns
+
+// The sums of a warp's 16 heads and kColumns columns, from group of eight columns `group` on, times
+// `factor`, rounded, rotated back and stored. `head` is that of the first row, `buffer` the warp's.
 template <int kColumns>
 __device__ __forceinline__ void store_output(const AttendProblem& a,
                                              int64_t token,
