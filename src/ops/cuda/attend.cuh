@@ -36,9 +36,9 @@ struct AttendProblem {
 
 AttendProblem attend_problem(const AttendArgs& args);
 
-// At most this many keys of a token fit attend_few.
-int64_t attend_few_keys(const AttendProblem& a);
-Status attend_few(const OpContext& ctx, const AttendProblem& a, int head_rows);
+// attend_mma() with several blocks per token, and whether there are few enough tokens and keys.
+bool attend_few_fits(const AttendProblem& a);
+Status attend_few(const OpContext& ctx, const AttendProblem& a);
 
 // The keys of one query: first the visible window positions, then the selected entries.
 struct QueryKeys {

@@ -28,9 +28,9 @@ struct RowPlaces {
 };
 
 struct Shared {
-  uint8_t q[kTiles][kTile];             // [512 / 64][heads][64] bf16, swizzled
-  uint8_t k[kStages][kTiles][kTile];    // [512 / 64][keys][64] bf16, swizzled
-  uint8_t p[kStages][kTile];            // [heads][keys] bf16, swizzled
+  uint8_t q[kTiles][kTile];                        // [512 / 64][heads][64] bf16, swizzled
+  uint8_t k[kStages][kTiles][kTile];               // [512 / 64][keys][64] bf16, swizzled
+  uint8_t p[kStages][kTile];                       // [heads][keys] bf16, swizzled
   uint8_t output[2 * kGroup / 32][kOutputBuffer];  // of the warps of values
   float sum[kStages][kHeads], rescale[kStages][kHeads];
   // Of the token that a block works on and of the next one.
@@ -218,8 +218,8 @@ __device__ __forceinline__ void unpack_blocks(const QueryKeys& keys,
   const uint8_t* lane_row = nullptr;  // of the lane's key of the block, for all lanes
   const auto pass = [&](int begin, int octet, bool is_second) {
     const int in_warp = octet * 8 + lane % 8, key = 16 * warp + in_warp;
-    return RowPass{.row = reinterpret_cast<const uint8_t*>(__shfl_sync(
-                       kAllLanes, reinterpret_cast<uintptr_t>(lane_row), in_warp)),
+    return RowPass{.row = reinterpret_cast<const uint8_t*>(
+                       __shfl_sync(kAllLanes, reinterpret_cast<uintptr_t>(lane_row), in_warp)),
                    .key = key,
                    .is_window = begin + key < keys.window_keys,
                    .is_absent = begin + key >= keys.keys,

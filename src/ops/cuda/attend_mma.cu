@@ -15,17 +15,14 @@
 //              swizzled, for both products: B with K inside a row, and B whose rows are keys
 //   scores     S = Q K^T (two sums of 256 columns) -> running maximum -> P rounded to BF16
 //   values, 2  O[64][256 columns] = O * rescale + P V, O in registers; at the end divided, rotated
-//              back and stored
+//              back and stored; one of their warps tells all roles the keys of the next token
 //
 //   unpacking  | 0 | 1 | . . | 2       | 3       | ..      shared, per key block:
-//   scores         | 0   | 1   | . . . . | 2   | 3 |         K 2 x 64 KiB, P 2 x 8 KiB; Q 64 KiB:
-//   values             . | 0     | 1     | . . . . | 2       210 KiB in all
+//   scores         | 0   | 1   | . . . . | 2   | 3 |         K 2 x 64 KiB, P 2 x 8 KiB; Q 64 KiB,
+//   values             . | 0     | 1     | . . . . | 2       outputs 16 KiB: 226 KiB in all
 //
-// Few tokens: a cluster of two or four blocks per token. Each scores every second or fourth block
-// of keys and sums the values of its 256 or 128 columns over all keys; for that it unpacks its
-// columns of the other blocks' keys, too. The blocks tell each other the maxima of their keys, then
-// P and its sums, through distributed shared memory. Every sum has the same order as in one block,
-// so a row's result does not depend on the number of tokens.
+// Few tokens with at most 640 keys: attend_few.cu, with the same bits. A row's result does not
+// depend on the number of tokens.
 //
 // Codes become BF16 by bit placement and one multiplication (kernels of weights.cuh): both kinds of
 // rows come out 2^-7 too small, which the score and output factors put back. Columns are kept in
@@ -35,12 +32,9 @@
 // Bound: 4 * 64 * 512 * keys FLOP per token, 32 cycles of the tensor cores per key; the bytes (215
 // KB per token at 640 keys) take half of that. Shared memory has 36 cycles of work per key: K is
 // written once and read twice, Q read once per block of keys.
-// Measured on an H200 with 128 + 512 keys: 30 to 33 us for 1 to 16 tokens, 43 for 64, 52 for 128,
-// 98 for 256, 1176 for a chunk of 4096 (292 TFLOP/s, 36 % of the BF16 rate). No unit is busy: a
-// profile of the form with one token per block (1180 us) had 43 % of the issue slots, 55 % of L1
-// and 32 % of L2. The time is that of the roles one after the other.
+// Measured on an H200 with 128 + 512 keys: 37 to 39 us for 16 to 128 tokens, 72 for 256, 931 for a
+// chunk of 4096 (369 TFLOP/s, 48 % of the BF16 rate); docs/benchmarks.md says what bounds it.
 #include <algorithm>
-#include <cstdlib>
 
 #include "ops/cuda/attend_keys.cuh"
 #include "ops/cuda/kernels.h"
@@ -192,7 +186,7 @@ __device__ __forceinline__ void sum_values(int keys,
     for (int c = 0; c < kKeyBlock / 16; ++c) {
 #pragma unroll
       for (int i = 0; i < kParts; ++i) {
-        wgmma_bf16_transposed(reinterpret_cast<float(&)[kColumnTiles][4]>(acc[i * kColumnTiles]),
+        wgmma_bf16_transposed(reinterpret_cast<float (&)[kColumnTiles][4]>(acc[i * kColumnTiles]),
                               p + operand_bytes(c * 32),
                               v + operand_bytes(c * 2048 + i * (kColumnTiles / 8) * kTile));
       }
@@ -220,7 +214,8 @@ __device__ __forceinline__ void load_queries(const AttendProblem& a,
   const int piece = static_cast<int>(threadIdx.x) % kPieces;
   const int first = static_cast<int>(threadIdx.x) / kPieces;
   const int left = a.heads - head0 - first;
-  const auto* q = static_cast<const Bf16*>(a.q) + (token * a.heads + head0 + first) * kDim + 8 * piece;
+  const auto* q =
+      static_cast<const Bf16*>(a.q) + (token * a.heads + head0 + first) * kDim + 8 * piece;
   const Turn turn(a, token, piece);
 #pragma unroll 1
   for (int step = 0; step < kHeads / kRowStep; step += kBatch) {
@@ -402,15 +397,7 @@ bool attend_mma_supports(const AttendArgs& args) {
 
 Status attend_mma(OpContext& ctx, const AttendArgs& args) {
   const AttendProblem a = attend_problem(args);
-  static const char* mode = getenv("ATT");
-  if (mode == nullptr) {
-    if (attend_few_keys(a) <= 640 && a.tokens * ceil_div(a.heads, 32) <= 12) {
-      return attend_few(ctx, a, a.tokens * ceil_div(a.heads, 16) <= 12 ? 16 : 32);
-    }
-  } else if (mode[0] != 'm' && attend_few_keys(a) <= 640 && a.tokens <= 32) {
-    return attend_few(ctx, a, atoi(mode));
-  }
-  return attention::run(ctx, a);
+  return attend_few_fits(a) ? attend_few(ctx, a) : attention::run(ctx, a);
 }
 
 }  // namespace cachalot::ops::cuda

@@ -109,15 +109,14 @@ __device__ __forceinline__ uint4 turned_piece(const uint4& raw, const Turn& turn
                 low_bf16(raw.w),
                 high_bf16(raw.w)};
   turn.apply(v, 1.0f);
-  return make_uint4(bf16_pair(v[0], v[4]),
-                    bf16_pair(v[1], v[5]),
-                    bf16_pair(v[2], v[6]),
-                    bf16_pair(v[3], v[7]));
+  return make_uint4(
+      bf16_pair(v[0], v[4]), bf16_pair(v[1], v[5]), bf16_pair(v[2], v[6]), bf16_pair(v[3], v[7]));
 }
 
-// The sums of a warp's 16 heads and of kColumns columns in groups of eight from `group` on, divided,
-// rounded, rotated back and stored. `head` is that of the warp's first row, `buffer` the warp's.
 constexpr int kOutputBuffer = 16 * 128;  // bytes: 16 heads, 64 columns
+
+// The sums of a warp's 16 heads and kColumns columns, from group of eight columns `group` on, times
+// `factor`, rounded, rotated back and stored. `head` is that of the first row, `buffer` the warp's.
 template <int kColumns>
 __device__ __forceinline__ void store_output(const AttendProblem& a,
                                              int64_t token,
@@ -138,7 +137,7 @@ __device__ __forceinline__ void store_output(const AttendProblem& a,
       uint32_t words[4];
 #pragma unroll
       for (int n = 0; n < 4; ++n) {
-        const float(&sums)[4] = acc[first + 4 * half + n];
+        const float (&sums)[4] = acc[first + 4 * half + n];
         words[n] = bf16_pair(sums[2 * h] * factor[h], sums[2 * h + 1] * factor[h]);
       }
       store_matrices(buffer + tile_place(8 * h + lane % 8, 4 * half + lane / 8), words);

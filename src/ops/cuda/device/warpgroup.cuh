@@ -45,16 +45,17 @@ __device__ __forceinline__ void prefetch_to_l2(const void* address) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
 }
 
-// What load_matrices() of device/ptx.cuh would read: lane l gives the address of row l % 8 of matrix
-// l / 8, and its register i holds columns 2 (l % 4) and 2 (l % 4) + 1 of row l / 4 of matrix i.
+// What load_matrices() of device/ptx.cuh would read: lane l gives the address of row l % 8 of
+// matrix l / 8, and its register i holds columns 2 (l % 4) and 2 (l % 4) + 1 of row l / 4 of matrix
+// i.
 __device__ __forceinline__ void store_matrices(void* row, const uint32_t (&r)[4]) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
-                   shared_address(row)),
-               "r"(r[0]),
-               "r"(r[1]),
-               "r"(r[2]),
-               "r"(r[3])
-               : "memory");
+  asm volatile(
+      "stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared_address(row)),
+      "r"(r[0]),
+      "r"(r[1]),
+      "r"(r[2]),
+      "r"(r[3])
+      : "memory");
 }
 
 // B whose rows are K instead of columns: blocks of 64 columns, `block_bytes` apart, each [K][64]
