@@ -12,7 +12,7 @@
 //
 // A candidate source runs collect and finish twice in the same launches: for entries, and for the
 // maxima of its candidate blocks. Integer counters make the lists' order vary; the selected sets do
-// not. Shared: 16 KiB counts (collect), at most 40 KiB (finish). Bound by the scores, then by 12 B
+// not. Shared: 16 KiB counts (collect), at most 56 KiB (finish). Bound by the scores, then by 12 B
 // of scores and ids written and read per slot.
 #include <algorithm>
 
