@@ -163,6 +163,18 @@ TEST_F(CudaIndex, IndexSelect) {
   }
 }
 
+// More entries than there are bits in a row of words of every warp.
+TEST_F(CudaIndex, IndexSelectOfManyEntries) {
+  constexpr int64_t kEntries = 20000, kTopK = 512;
+  Random random(17);
+  IndexInput in(random, {{.start = kEntries - 2, .rows = 2}}, DType::kF32, 32, 128, kEntries, 1);
+  const auto both = on_both([&](Side& side) {
+    return run_index(side, in, kTopK, 0, 0, nullptr, side.cuda() ? kEntries : 0);
+  });
+  EXPECT_LE(differing_picks(both.got.selected, both.want.selected),
+            allowed_picks(DType::kF32, in.step.count(), kTopK));
+}
+
 TEST_F(CudaIndex, IndexSelectPublishesAndConsumesCandidates) {
   Random random(11);
   struct Case {

@@ -170,7 +170,8 @@ TEST_F(CudaStreams, HcSite) {
                                 {8, 4, 256},
                                 {9, 4, 512},
                                 {37, 4, 256},
-                                {2, 4, 5120}}) {
+                                {2, 4, 5120},
+                                {197, 4, 5120}}) {
       const StreamInput in(random, act, c.t, c.m, c.d);
       const SiteWeights w(random, c.m, c.d);
       for (bool pending : {true, false}) {
@@ -185,7 +186,11 @@ TEST_F(CudaStreams, HcSite) {
         EXPECT_TRUE(close(both.got.pre, both.want.pre, coefficients));
         EXPECT_TRUE(close(both.got.post, both.want.post, coefficients));
         EXPECT_TRUE(close(both.got.comb, both.want.comb, coefficients));
-        EXPECT_TRUE(close(both.got.u, both.want.u, test::dot_tolerance(act)));
+        // Rounded twice: the collapsed sum, or an expanded value in it, on the other side of a
+        // boundary moves u by an ulp, and its own rounding by another.
+        const test::Tolerance rounded_twice = {pending ? 0x1.0p-6 : 1.2e-5, 0x1.0p-6, 1e-5};
+        EXPECT_TRUE(
+            close(both.got.u, both.want.u, act == DType::kBF16 ? rounded_twice : test::kDotF32));
         // The last row alone gives the same bits.
         Side side(Side::Kind::kCuda);
         const SiteOutput last = run_site(side, in, w, pending, c.t - 1, 1);

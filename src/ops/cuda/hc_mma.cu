@@ -7,20 +7,28 @@
 //      scale [3], norm [D]
 // out  x_out [T, 4, D], pre_out, post_out [T, 4], comb_out [T, 4, 4], u [T, D]
 //
-// Kernel 1: a block has 128 columns of the four streams and every n-th tile of 16 tokens. Its 8
-// warps keep their 64 columns of one stream's fn in registers, as three BF16 numbers each (exact):
-//   ring of 3 stages, filled by cp.async  x, y, coefficients of a tile
-//   expand in place, thread by thread     -> x_out, sum of squares; collapse -> u, not yet
-//   normalized warp: [16 tokens x 64] [64 x 24]      -> shared, added over the warps -> scratch
+// Kernel 1: a block has 128 columns of the four streams and every n-th tile of up to 64 tokens. Its
+// slice of fn lies in shared memory as three BF16 numbers each (exact), 72 columns of a product.
+//   16 warps    four tokens of a tile each, in two rounds; a thread has 8 columns, while the next
+//               ones are on their way to its registers and those of the next tile to L2: expand
+//               -> x_out, operand in one of two buffers, sum of squares; collapse -> u, not yet
+//               normalized
+//   warpgroup   per stream: [64 tokens x 128] [128 x 72] by wgmma, the three parts added; the four
+//               streams added in order -> scratch
+// At most 8 tokens take a form of it that has two columns per thread and multiplies with mma.sync.
+// All sums are the same to the last bit, so a row does not depend on how many there are.
 // Kernel 2, blocks of 8 warps:
 //   the first ceil(T / 8) blocks: a warp per token sums the partial predictions, then a thread per
-//   token runs the Sinkhorn iterations; the other T blocks normalize a row of u each.
-// Shared (kernel 1): 3 stages of 25.5 KiB, 12 KiB of partial sums. Bytes: (2 M + 2) D elements per
-// token, plus 2 D for the second pass over u, 4 KB of partial sums; fn (2 MB) once per block. Bound
-// by bytes and issue slots from about 64 tokens on, by latency below. Measured on an H200: 7.6 us
-// for one token, 480 for 8192.
+//   token runs the Sinkhorn iterations; the other T blocks normalize a row of u each, those written
+//   last first.
+// Shared (kernel 1): 128 KiB of streams, 72 KiB of fn, 12 KiB of coefficients. Bytes: (2 M + 2) D
+// elements per token, plus 2 D for the second pass over u, 4 KB of partial sums; fn (2 MB) once per
+// block. Bound by the latency of its reads with many tokens (the first kernel moved 3.0 TB/s of 4.0
+// before the prefetch, with 39 % of the issue slots busy), by that of two launches with few.
+// Measured on an H200: 7.3 us for one token, 8.0 for 8, 11.9 for 64, 324 for 8192.
 #include "ops/cuda/device/reduce.cuh"
 #include "ops/cuda/device/rows.cuh"
+#include "ops/cuda/device/warpgroup.cuh"
 #include "ops/cuda/device/weights.cuh"
 #include "ops/cuda/kernels.h"
 #include "ops/cuda/streams.cuh"
@@ -31,18 +39,33 @@ namespace {
 constexpr int kStreams = 4;
 constexpr int kCoefficients = (2 + kStreams) * kStreams;  // 24 rows of fn
 constexpr int kCoefficientTiles = kCoefficients / 8;
-constexpr int kTokens = 16;           // of a tile: the rows of an mma
-constexpr int kColumns = 128;         // of each stream in a block
-constexpr int kWarps = kStreams * 2;  // a warp has half the columns of a stream
-constexpr int kWarpColumns = kColumns / 2;
-constexpr int kThreads = kWarps * 32;
-constexpr int kPieces = kColumns / 8;        // of 8 columns; a thread has one of one token
-constexpr int kRowElements = kColumns + 32;  // of a token in shared memory: no bank conflicts
-constexpr int kStages = 3;
-constexpr int64_t kMostBlocks = 2 * kMultiprocessors;
-constexpr int kRowPieces = 4;  // of 8 columns of u that a thread of kernel 2 holds
-constexpr int64_t kMostColumns = kRowPieces * kThreads * 8;
-static_assert(kTokens * kPieces == kThreads);
+constexpr int kParts = F32Weights::kParts;
+
+// Kernel 1
+constexpr int kTokens = 64;          // of a tile at most: the rows of a wgmma
+constexpr int kColumns = 128;        // of each stream in a block
+constexpr int kOperandColumns = 64;  // of an operand's row
+constexpr int kSteps = kOperandColumns / 16;
+constexpr int kExpandWarps = 16;
+constexpr int kExpandThreads = kExpandWarps * 32;
+constexpr int kThreads = kExpandThreads + 128;
+constexpr int kExpandRegisters = 104, kMultiplyRegisters = 64;
+constexpr int kPieces = kColumns / 8;  // of 8 columns; a thread has one of a token at a time
+constexpr int kRoundTokens = kExpandThreads / kPieces;
+constexpr int kRounds = kTokens / kRoundTokens;
+constexpr int kLeastTile = 16;  // tokens, unless there are fewer
+
+// Kernel 1 for few tokens
+constexpr int kFewTokens = 8;
+constexpr int kFewRows = 16;  // of an mma
+constexpr int kTokenThreads = kColumns / 2;
+constexpr int kFewThreads = kFewTokens * kTokenThreads;
+
+// Kernel 2
+constexpr int kFinishWarps = 8;
+constexpr int kFinishThreads = kFinishWarps * 32;
+constexpr int kRowPieces = 4;  // of 8 columns of u that a thread holds
+constexpr int64_t kMostColumns = kRowPieces * kFinishThreads * 8;
 
 struct Site {
   const Bf16* x;
@@ -56,6 +79,7 @@ struct Site {
   float hc_eps;
   int iters;
   int64_t tokens;
+  int tile;  // tokens of one
   int64_t d;
   Bf16* x_out;
   float* pre_out;
@@ -66,181 +90,441 @@ struct Site {
   float* square;      // scratch [T, D / 128]
 };
 
-struct Stage {
-  Bf16 x[kStreams][kTokens][kRowElements];
-  Bf16 y[kTokens][kColumns];
-  float pre[kTokens][kStreams], post[kTokens][kStreams], comb[kTokens][kStreams * kStreams];
-};
+constexpr int kBuffers = 2;  // tiles of expanded streams
 
+// Operands are rows of 64 elements, piece p of row r at p ^ (r % 8).
+using Predictor =
+    Bf16[kStreams][kColumns / kOperandColumns][kParts * kCoefficients][kOperandColumns];
 struct StreamShared {
-  Stage stage[kStages];
-  float part[kWarps][kTokens][kCoefficients];
+  Bf16 x[kBuffers][kStreams][kColumns / kOperandColumns][kTokens][kOperandColumns];
+  Predictor fn;
+  float coefficients[2][kTokens][kCoefficients];  // pre, post and comb of a tile and the next one
+  uint64_t filled[kBuffers];
+  uint64_t emptied[kBuffers];
+};
+static_assert(sizeof(StreamShared) <= kSharedCapacity);
+
+// Lays out the block's columns of fn; `fn` is the first one of row 0.
+__device__ __forceinline__ void load_predictor(const float* fn, int64_t d, Predictor& to) {
+  constexpr int kItems = kCoefficients * kStreams * kPieces / kExpandThreads;
+  static_assert(kItems * kExpandThreads == kCoefficients * kStreams * kPieces);
+  uint4 v[kItems][2];
+#pragma unroll
+  for (int n = 0; n < kItems; ++n) {
+    const int i = static_cast<int>(threadIdx.x) + n * kExpandThreads;
+    const int row = i / (kStreams * kPieces), stream = i / kPieces % kStreams;
+    const auto* from =
+        reinterpret_cast<const uint4*>(fn + (row * kStreams + stream) * d + i % kPieces * 8);
+    v[n][0] = from[0];
+    v[n][1] = from[1];
+  }
+#pragma unroll
+  for (int n = 0; n < kItems; ++n) {
+    const int i = static_cast<int>(threadIdx.x) + n * kExpandThreads;
+    const int row = i / (kStreams * kPieces), stream = i / kPieces % kStreams;
+    const int piece = i % kPieces;
+    uint32_t words[4][kParts];
+    F32Weights::split(words[0], v[n][0].x, v[n][0].y);
+    F32Weights::split(words[1], v[n][0].z, v[n][0].w);
+    F32Weights::split(words[2], v[n][1].x, v[n][1].y);
+    F32Weights::split(words[3], v[n][1].z, v[n][1].w);
+#pragma unroll
+    for (int q = 0; q < kParts; ++q) {
+      // kCoefficients is a multiple of 8, so that the swizzle is that of `row`.
+      *reinterpret_cast<uint4*>(
+          &to[stream][piece / 8][q * kCoefficients + row][(piece ^ row) % 8 * 8]) =
+          make_uint4(words[0][q], words[1][q], words[2][q], words[3][q]);
+    }
+  }
+}
+
+// Eight columns of a token, as loaded.
+struct Piece {
+  uint4 x[kStreams];
+  uint4 y;
 };
 
-// A warp's columns of fn as B operands. The 16 columns of an mma are chosen so that a lane's pieces
-// of fn and of the streams are 8 contiguous columns for two of them.
-struct Predictor {
-  static constexpr int kParts = F32Weights::kParts;
-  uint32_t b[kWarpColumns / 32][2][kCoefficientTiles][kParts][2];
+// What becomes of two columns of a token.
+struct Word {
+  uint32_t x[kStreams];
+  uint32_t u;
+  float square;
+};
 
-  // `fn`: the warp's first column of row 0.
-  __device__ __forceinline__ Predictor(const float* fn, int64_t row_stride, const Lane& lane) {
+// `c` has the token's pre, post and comb.
+template <bool kPending>
+__device__ __forceinline__ Word expand_word(const uint32_t (&x)[kStreams],
+                                            uint32_t y,
+                                            const float (&c)[kCoefficients]) {
+  Word out;
+  float v[kStreams][2], u[2];
 #pragma unroll
-    for (int p = 0; p < kWarpColumns / 32; ++p) {
+  for (int j = 0; j < kStreams; ++j) {
+    out.x[j] = x[j];
+    v[j][0] = low_bf16(x[j]);
+    v[j][1] = high_bf16(x[j]);
+  }
+  if constexpr (kPending) {
+    const float added[2] = {low_bf16(y), high_bf16(y)};
+    float mixed[kStreams][2];
+    mix_columns(v, added, c + kStreams, c + 2 * kStreams, kStreams, mixed);
+#pragma unroll
+    for (int j = 0; j < kStreams; ++j) {
+      out.x[j] = bf16_pair(mixed[j][0], mixed[j][1]);
+      v[j][0] = low_bf16(out.x[j]);
+      v[j][1] = high_bf16(out.x[j]);
+    }
+  }
+  out.square = 0;
+#pragma unroll
+  for (int j = 0; j < kStreams; ++j) {
+    out.square = fmaf(v[j][0], v[j][0], out.square);
+    out.square = fmaf(v[j][1], v[j][1], out.square);
+  }
+  sum_streams(v, c, kStreams, u);
+  out.u = bf16_pair(u[0], u[1]);
+  return out;
+}
+
+template <bool kPending>
+__device__ __forceinline__ void load_coefficients(const float* pre,
+                                                  const float* post,
+                                                  const float* comb,
+                                                  float (&c)[kCoefficients]) {
+#pragma unroll
+  for (int i = 0; i < kCoefficients; i += 4) {
+    if (kPending || i < kStreams) {
+      const float* from = i < kStreams ? pre : i < 2 * kStreams ? post : comb + i - 2 * kStreams;
+      const float4 four = *reinterpret_cast<const float4*>(from);
+      c[i] = four.x, c[i + 1] = four.y, c[i + 2] = four.z, c[i + 3] = four.w;
+    }
+  }
+}
+
+struct Expanded {
+  uint32_t x[kStreams][4];
+  uint32_t u[4];
+  float square;
+};
+
+// `coefficients` are the token's pre, post and comb.
+template <bool kPending>
+__device__ __forceinline__ Expanded expand(const Piece& piece, const float* coefficients) {
+  float c[kCoefficients];
+  load_coefficients<kPending>(
+      coefficients, coefficients + kStreams, coefficients + 2 * kStreams, c);
+  Expanded out;
+  float square[4];
+  unrolled<4>([&]<int w>() {
+    const uint32_t x[kStreams] = {
+        word<w>(piece.x[0]), word<w>(piece.x[1]), word<w>(piece.x[2]), word<w>(piece.x[3])};
+    const Word made = expand_word<kPending>(x, word<w>(piece.y), c);
+#pragma unroll
+    for (int j = 0; j < kStreams; ++j) {
+      out.x[j][w] = made.x[j];
+    }
+    out.u[w] = made.u;
+    square[w] = made.square;
+  });
+  // As two steps of a sum over lanes with a word each.
+  out.square = (square[0] + square[1]) + (square[2] + square[3]);
+  return out;
+}
+
+__device__ __forceinline__ uint4 four_words(const uint32_t (&w)[4]) {
+  return make_uint4(w[0], w[1], w[2], w[3]);
+}
+
+// A warpgroup: the predictions of a block's tiles.
+__device__ __forceinline__ void multiply_tiles(const Site& s, StreamShared& shared) {
+  const Lane lane;
+  const int warp = static_cast<int>(threadIdx.x) / 32 % 4;
+  const int64_t chunk = blockIdx.x, chunks = gridDim.x;
+  int buffer = 0, phase = 0;
+#pragma unroll 1
+  for (int64_t tile = blockIdx.y; tile * s.tile < s.tokens; tile += gridDim.y) {
+    barrier_wait(&shared.filled[buffer], phase);
+    float total[kCoefficientTiles][4] = {};
+#pragma unroll 1
+    for (int j = 0; j < kStreams; ++j) {
+      float acc[kParts * kCoefficientTiles][4];
+      wgmma_fence();
+#pragma unroll
+      for (int h = 0; h < kColumns / kOperandColumns; ++h) {
+        const uint64_t a = wgmma_operand(shared.x[buffer][j][h]);
+        const uint64_t b = wgmma_operand(shared.fn[j][h]);
+#pragma unroll
+        for (int k = 0; k < kSteps; ++k) {
+          if (h == 0 && k == 0) {
+            wgmma_bf16<false>(acc, a, b);
+          } else {
+            wgmma_bf16<true>(acc, a + operand_bytes(32 * k), b + operand_bytes(32 * k));
+          }
+        }
+      }
+      wgmma_commit();
+      wgmma_wait<0>();
 #pragma unroll
       for (int n = 0; n < kCoefficientTiles; ++n) {
-        const float* from = fn + (n * 8 + lane.g) * row_stride + 32 * p + 8 * lane.t;
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          const uint4 v = *reinterpret_cast<const uint4*>(from + 4 * i);
-          uint32_t low[kParts], high[kParts];
-          F32Weights::split(low, v.x, v.y);
-          F32Weights::split(high, v.z, v.w);
+        for (int i = 0; i < 4; ++i) {
+          total[n][i] +=
+              acc[n][i] + (acc[kCoefficientTiles + n][i] + acc[2 * kCoefficientTiles + n][i]);
+        }
+      }
+    }
+    if (threadIdx.x % 32 == 0) {
+      barrier_arrive(&shared.emptied[buffer]);
+    }
 #pragma unroll
-          for (int q = 0; q < kParts; ++q) {
-            b[p][i][n][q][0] = low[q];
-            b[p][i][n][q][1] = high[q];
+    for (int h = 0; h < 2; ++h) {
+      const int of_tile = warp * 16 + lane.g + 8 * h;
+      const int64_t token = tile * s.tile + of_tile;
+      if (of_tile < s.tile && token < s.tokens) {
+        float* to = s.prediction + (token * chunks + chunk) * kCoefficients + 2 * lane.t;
+#pragma unroll
+        for (int n = 0; n < kCoefficientTiles; ++n) {
+          *reinterpret_cast<float2*>(to + 8 * n) =
+              make_float2(total[n][2 * h], total[n][2 * h + 1]);
+        }
+      }
+    }
+    buffer ^= 1;
+    phase ^= buffer == 0 ? 1 : 0;
+  }
+}
+
+// A warp's tokens of a block's tiles: x_out, operands, sums of squares, and u before its norm.
+template <bool kPending>
+__device__ __forceinline__ void expand_tiles(const Site& s, StreamShared& shared) {
+  const int thread = static_cast<int>(threadIdx.x), lane = thread % 32;
+  const int64_t chunk = blockIdx.x, chunks = gridDim.x;
+  const int n = thread / kPieces, piece = thread % kPieces;
+  const int64_t column = chunk * kColumns + piece * 8, row_elements = kStreams * s.d;
+  const auto token_of = [&](int64_t tile, int of_tile) {
+    const int64_t token = tile * s.tile + of_tile;
+    return of_tile < s.tile && token < s.tokens ? token : int64_t{-1};
+  };
+  const auto load = [&](int64_t tile, int round) {
+    Piece raw;
+    const int64_t token = token_of(tile, n + round * kRoundTokens);
+    if (token >= 0) {
+      const Bf16* x = s.x + token * row_elements + column;
+#pragma unroll
+      for (int j = 0; j < kStreams; ++j) {
+        raw.x[j] = __ldcs(reinterpret_cast<const uint4*>(x + j * s.d));
+      }
+      if constexpr (kPending) {
+        raw.y = __ldcs(reinterpret_cast<const uint4*>(s.pending.y + token * s.d + column));
+      }
+    }
+    return raw;
+  };
+  // A lane copies a sixth of what the expansion of one of the warp's four tokens needs.
+  const int four = lane % (kCoefficients / 4), fetched = lane / (kCoefficients / 4);
+  const int fetched_of_tile = thread / 32 * 2 + fetched % 2 + fetched / 2 * kRoundTokens;
+  const auto fetch_coefficients = [&](int64_t tile, int to) {
+    const int64_t token = token_of(tile, fetched_of_tile);
+    if (fetched < 2 * kRounds && token >= 0 && (kPending || four == 0)) {
+      const float* from = four == 0   ? s.pre + token * kStreams
+                          : four == 1 ? s.pending.post + token * kStreams
+                                      : s.pending.comb + (token * kStreams + four - 2) * kStreams;
+      copy_async(&shared.coefficients[to][fetched_of_tile][4 * four], from, true);
+    }
+    copy_async_commit();
+  };
+
+  const int64_t stride = gridDim.y;
+  fetch_coefficients(blockIdx.y, 0);
+  Piece raw = load(blockIdx.y, 0);
+  int buffer = 0, phase = 1;
+#pragma unroll 1
+  for (int64_t tile = blockIdx.y; tile * s.tile < s.tokens; tile += stride) {
+    copy_async_wait<0>();
+    __syncwarp();
+    fetch_coefficients(tile + stride, buffer ^ 1);
+    if (piece % 8 == 0) {
+      // A lane per line of 128 bytes.
+#pragma unroll
+      for (int round = 0; round < kRounds; ++round) {
+        const int64_t token = token_of(tile + stride, n + round * kRoundTokens);
+        if (token >= 0) {
+#pragma unroll
+          for (int j = 0; j < kStreams; ++j) {
+            prefetch_to_l2(s.x + token * row_elements + column + j * s.d);
+          }
+          if constexpr (kPending) {
+            prefetch_to_l2(s.pending.y + token * s.d + column);
           }
         }
       }
     }
+    barrier_wait(&shared.emptied[buffer], phase);
+#pragma unroll
+    for (int round = 0; round < kRounds; ++round) {
+      const Piece next = round + 1 < kRounds ? load(tile, round + 1) : load(tile + stride, 0);
+      const int of_tile = n + round * kRoundTokens;
+      const int64_t token = token_of(tile, of_tile);
+      float square = 0;
+      if (token >= 0) {
+        const Expanded out = expand<kPending>(raw, shared.coefficients[buffer][of_tile]);
+        square = out.square;
+        Bf16* x_out = s.x_out + token * row_elements + column;
+#pragma unroll
+        for (int j = 0; j < kStreams; ++j) {
+          *reinterpret_cast<uint4*>(
+              &shared.x[buffer][j][piece / 8][of_tile][(piece ^ of_tile) % 8 * 8]) =
+              four_words(out.x[j]);
+          if (s.x_out != s.x) {
+            __stcs(reinterpret_cast<uint4*>(x_out + j * s.d), four_words(out.x[j]));
+          }
+        }
+        __stcg(reinterpret_cast<uint4*>(s.u + token * s.d + column), four_words(out.u));
+      }
+#pragma unroll
+      for (int step = 1; step < kPieces; step *= 2) {
+        square += __shfl_xor_sync(kAllLanes, square, step);
+      }
+      if (piece == 0 && token >= 0) {
+        s.square[token * chunks + chunk] = square;
+      }
+      raw = next;
+    }
+    async_proxy_fence();
+    __syncwarp();
+    if (lane == 0) {
+      barrier_arrive(&shared.filled[buffer]);
+    }
+    buffer ^= 1;
+    phase ^= buffer == 0 ? 1 : 0;
   }
+}
 
-  // Predictions of 16 tokens from the warp's columns; `rows` is its first column of token 0.
-  __device__ __forceinline__ void run(const Bf16* rows,
-                                      const Lane& lane,
-                                      float (&sum)[kCoefficientTiles][4]) const {
-#pragma unroll
-    for (int p = 0; p < kWarpColumns / 32; ++p) {
-      const Bf16* from = rows + lane.g * kRowElements + 32 * p + 8 * lane.t;
-      const uint4 low = *reinterpret_cast<const uint4*>(from);
-      const uint4 high = *reinterpret_cast<const uint4*>(from + 8 * kRowElements);
-#pragma unroll
-      for (int q = 0; q < kParts; ++q) {
-#pragma unroll
-        for (int n = 0; n < kCoefficientTiles; ++n) {
-          const auto& first = b[p][0][n][q];
-          mma_bf16(sum[n], low.x, high.x, low.y, high.y, first[0], first[1]);
-        }
-      }
-#pragma unroll
-      for (int q = 0; q < kParts; ++q) {
-#pragma unroll
-        for (int n = 0; n < kCoefficientTiles; ++n) {
-          const auto& second = b[p][1][n][q];
-          mma_bf16(sum[n], low.z, high.z, low.w, high.w, second[0], second[1]);
-        }
-      }
+template <bool kPending>
+__global__ void __launch_bounds__(kThreads, 1) stream_kernel(const __grid_constant__ Site s) {
+  auto& shared = *reinterpret_cast<StreamShared*>(dynamic_shared());
+  const int warp = __shfl_sync(kAllLanes, static_cast<int>(threadIdx.x) / 32, 0);
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < kBuffers; ++i) {
+      barrier_init(&shared.filled[i], kExpandWarps);
+      barrier_init(&shared.emptied[i], 4);
     }
   }
-};
-
-__global__ void __launch_bounds__(kThreads, 2) stream_kernel(const __grid_constant__ Site s) {
-  auto& shared = *reinterpret_cast<StreamShared*>(dynamic_shared());
-  const Lane lane;
-  const int warp = static_cast<int>(threadIdx.x) / 32;
-  const int64_t chunk = blockIdx.x, chunks = gridDim.x, i0 = chunk * kColumns;
-  const int stream = warp / 2, first = warp % 2 * kWarpColumns;
-  const Predictor predictor(s.fn + stream * s.d + i0 + first, kStreams * s.d, lane);
+  if (warp < kExpandWarps) {
+    load_predictor(s.fn + blockIdx.x * int64_t{kColumns}, s.d, shared.fn);
+  }
+  async_proxy_fence();
+  __syncthreads();
   wait_for_previous_kernels();
   allow_next_kernel();
-
-  const int n = static_cast<int>(threadIdx.x) / kPieces;
-  const int piece = static_cast<int>(threadIdx.x) % kPieces, c = piece * 8;
-  const bool pending = s.pending.y != nullptr;
-  // The thread's own piece of a tile, and a share of what the 16 threads of the token need.
-  const auto fetch = [&](int64_t tile, Stage& to) {
-    const int64_t token = tile * kTokens + n;
-    if (token < s.tokens) {
-#pragma unroll
-      for (int j = 0; j < kStreams; ++j) {
-        copy_async(&to.x[j][n][c], s.x + (token * kStreams + j) * s.d + i0 + c, true);
-      }
-      if (piece == 0) {
-        copy_async(to.pre[n], s.pre + token * kStreams, true);
-      }
-      if (pending) {
-        const PendingRow<Bf16> row = s.pending.row(token, kStreams, s.d);
-        copy_async(&to.y[n][c], row.y + i0 + c, true);
-        if (piece == 1) {
-          copy_async(to.post[n], row.post, true);
-        } else if (piece >= 2 && piece < 2 + kStreams) {
-          copy_async(&to.comb[n][(piece - 2) * 4], row.comb + (piece - 2) * 4, true);
-        }
-      }
-    }
-    copy_async_commit();
-  };
-  const int64_t stride = gridDim.y;
-#pragma unroll
-  for (int i = 0; i < kStages; ++i) {
-    fetch(blockIdx.y + i * stride, shared.stage[i]);
+  if (warp < kExpandWarps) {
+    raise_registers<kExpandRegisters>();
+    expand_tiles<kPending>(s, shared);
+  } else {
+    lower_registers<kMultiplyRegisters>();
+    multiply_tiles(s, shared);
   }
-  int at = 0;
-  for (int64_t token0 = blockIdx.y * int64_t{kTokens}; token0 < s.tokens;
-       token0 += stride * kTokens) {
-    Stage& stage = shared.stage[at];
-    const int64_t token = token0 + n;
-    copy_async_wait<kStages - 1>();
-    __syncwarp();
-    float square = 0;
-    if (token < s.tokens) {
-      constexpr int64_t kStreamElements = kTokens * kRowElements;
-      float v[kStreams][8], u[8];
-      const PendingRow<Bf16> row =
-          pending ? PendingRow<Bf16>{&stage.y[n][c], stage.post[n], stage.comb[n]}
-                  : PendingRow<Bf16>{};
-      // The row of y begins at this thread's piece, as that of x does.
-      expand_columns<Bf16, kStreams, 8>(&stage.x[0][n][c], row, kStreams, kStreamElements, 0, v);
+}
+
+struct FewShared {
+  Bf16 x[kStreams][kColumns / kOperandColumns][kFewRows][kOperandColumns];
+  Predictor fn;
+  float part[kStreams][kFewRows][kCoefficients];
+  float square[kFewTokens][kTokenThreads / 32];
+};
+
+// Kernel 1 for at most kFewTokens tokens: a thread has two columns of a token, a warp 8 predictions
+// of one stream. The sums are those of stream_kernel() to the last bit.
+template <bool kPending>
+__global__ void __launch_bounds__(kFewThreads, 1) few_kernel(const __grid_constant__ Site s) {
+  static_assert(kFewThreads == kExpandThreads);  // of load_predictor()
+  auto& shared = *reinterpret_cast<FewShared*>(dynamic_shared());
+  const int thread = static_cast<int>(threadIdx.x), lane = thread % 32, warp = thread / 32;
+  const int64_t chunk = blockIdx.x, chunks = gridDim.x;
+  load_predictor(s.fn + chunk * kColumns, s.d, shared.fn);
+  wait_for_previous_kernels();
+  allow_next_kernel();
+  const int64_t token = thread / kTokenThreads;
+  const int of_token = thread % kTokenThreads, half = of_token / 32;
+  const int64_t column = chunk * kColumns + 2 * of_token;
+  if (token < s.tokens) {
+    uint32_t x[kStreams], y = 0;
 #pragma unroll
-      for (int j = 0; j < kStreams; ++j) {
-        if (pending) {
-          store_elements<8>(&stage.x[j][n][c], v[j]);
-        }
-        if (s.x_out != s.x) {
-          store_elements<8>(s.x_out + (token * kStreams + j) * s.d + i0 + c, v[j]);
-        }
-#pragma unroll
-        for (int e = 0; e < 8; ++e) {
-          square = fmaf(v[j][e], v[j][e], square);
-        }
-      }
-      collapse_columns<Bf16, kStreams, 8>(v, stage.pre[n], kStreams, u);
-      store_elements<8>(s.u + token * s.d + i0 + c, u);
+    for (int j = 0; j < kStreams; ++j) {
+      x[j] = *reinterpret_cast<const uint32_t*>(s.x + (token * kStreams + j) * s.d + column);
     }
+    if constexpr (kPending) {
+      y = *reinterpret_cast<const uint32_t*>(s.pending.y + token * s.d + column);
+    }
+    float c[kCoefficients];
+    load_coefficients<kPending>(s.pre + token * kStreams,
+                                s.pending.post + token * kStreams,
+                                s.pending.comb + token * kStreams * kStreams,
+                                c);
+    const Word made = expand_word<kPending>(x, y, c);
+    const int piece = of_token / 4 % 8;
 #pragma unroll
-    for (int step = 1; step < kPieces; step *= 2) {
+    for (int j = 0; j < kStreams; ++j) {
+      *reinterpret_cast<uint32_t*>(
+          &shared.x[j][half][token][(piece ^ static_cast<int>(token)) * 8 + of_token % 4 * 2]) =
+          made.x[j];
+      if (s.x_out != s.x) {
+        *reinterpret_cast<uint32_t*>(s.x_out + (token * kStreams + j) * s.d + column) = made.x[j];
+      }
+    }
+    *reinterpret_cast<uint32_t*>(s.u + token * s.d + column) = made.u;
+    float square = made.square;
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
       square += __shfl_xor_sync(kAllLanes, square, step);
     }
-    if (piece == 0 && token < s.tokens) {
-      s.square[token * chunks + chunk] = square;
+    if (lane == 0) {
+      shared.square[token][half] = square;
     }
-    __syncthreads();
-
-    float sum[kCoefficientTiles][4] = {};
-    predictor.run(&stage.x[stream][0][first], lane, sum);
+  }
+  __syncthreads();
+  const int stream = warp / 4, tile = warp % 4;
+  if (tile < kCoefficientTiles) {
+    float acc[kParts][4] = {};
 #pragma unroll
-    for (int i = 0; i < kCoefficientTiles; ++i) {
+    for (int k = 0; k < kColumns / 32; ++k) {
+      const int h = k / 2, first = k % 2 * 4;  // piece of the operand's row
+      uint32_t a[2][4], b[kParts][4];
 #pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        *reinterpret_cast<float2*>(&shared.part[warp][lane.g + 8 * h][i * 8 + 2 * lane.t]) =
-            make_float2(sum[i][2 * h], sum[i][2 * h + 1]);
+      for (int i = 0; i < 2; ++i) {
+        const int row = lane % kFewRows, piece = first + 2 * i + lane / kFewRows;
+        load_matrices(a[i], &shared.x[stream][h][row][(piece ^ row % 8) * 8]);
       }
-    }
-    __syncthreads();
-    fetch(token0 / kTokens + kStages * stride, stage);
-    for (int i = static_cast<int>(threadIdx.x); i < kTokens * kCoefficients; i += kThreads) {
-      const int64_t of = token0 + i / kCoefficients;
-      if (of < s.tokens) {
-        float value = 0;
 #pragma unroll
-        for (int w = 0; w < kWarps; ++w) {
-          value += (&shared.part[w][0][0])[i];
+      for (int q = 0; q < kParts; ++q) {
+        const int row = lane % 8, piece = first + lane / 8;
+        load_matrices(b[q],
+                      &shared.fn[stream][h][q * kCoefficients + tile * 8 + row][(piece ^ row) * 8]);
+      }
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+#pragma unroll
+        for (int q = 0; q < kParts; ++q) {
+          mma_bf16(acc[q], a[i][0], a[i][1], a[i][2], a[i][3], b[q][2 * i], b[q][2 * i + 1]);
         }
-        s.prediction[(of * chunks + chunk) * kCoefficients + i % kCoefficients] = value;
       }
     }
-    at = at + 1 == kStages ? 0 : at + 1;
+    const Lane of_mma;
+    *reinterpret_cast<float2*>(&shared.part[stream][of_mma.g][tile * 8 + 2 * of_mma.t]) =
+        make_float2(acc[0][0] + (acc[1][0] + acc[2][0]), acc[0][1] + (acc[1][1] + acc[2][1]));
+  }
+  __syncthreads();
+  if (thread < s.tokens * kCoefficients) {
+    const int of_row = thread % kCoefficients, row = thread / kCoefficients;
+    float sum = 0;
+#pragma unroll
+    for (int j = 0; j < kStreams; ++j) {
+      sum += shared.part[j][row][of_row];
+    }
+    s.prediction[(row * chunks + chunk) * kCoefficients + of_row] = sum;
+  }
+  if (thread < s.tokens) {
+    s.square[thread * chunks + chunk] = shared.square[thread][0] + shared.square[thread][1];
   }
 }
 
@@ -337,31 +621,32 @@ __device__ void balance_token(const Site& s, const float* comb, int64_t token) {
   }
 }
 
-__global__ void __launch_bounds__(kThreads) finish_kernel(const __grid_constant__ Site s) {
-  __shared__ float slots[kWarps];
-  __shared__ float comb[kWarps][kStreams * kStreams + 1];
+__global__ void __launch_bounds__(kFinishThreads) finish_kernel(const __grid_constant__ Site s) {
+  __shared__ float slots[kFinishWarps];
+  __shared__ float comb[kFinishWarps][kStreams * kStreams + 1];
   allow_next_kernel();
   wait_for_previous_kernels();
-  const int64_t predictors = (s.tokens + kWarps - 1) / kWarps;
+  const int64_t predictors = (s.tokens + kFinishWarps - 1) / kFinishWarps;
   if (blockIdx.x < predictors) {
-    const int64_t token0 = blockIdx.x * kWarps;
+    const int64_t token0 = blockIdx.x * kFinishWarps;
     const int warp = static_cast<int>(threadIdx.x) / 32;
     if (token0 + warp < s.tokens) {
       predict_token(s, token0 + warp, comb[warp]);
     }
     __syncthreads();
-    if (threadIdx.x < kWarps && token0 + threadIdx.x < s.tokens) {
+    if (threadIdx.x < kFinishWarps && token0 + threadIdx.x < s.tokens) {
       balance_token(s, comb[threadIdx.x], token0 + threadIdx.x);
     }
     return;
   }
-  Bf16* u = s.u + (blockIdx.x - predictors) * s.d;
+  // The rows written last first.
+  Bf16* u = s.u + (s.tokens - 1 - (blockIdx.x - predictors)) * s.d;
   const int64_t i0 = threadIdx.x * 8;
   float v[kRowPieces][8];
   float square = 0;
 #pragma unroll
   for (int p = 0; p < kRowPieces; ++p) {
-    const int64_t i = i0 + p * (kThreads * 8);
+    const int64_t i = i0 + p * (kFinishThreads * 8);
     if (i < s.d) {
       load_elements<8>(u + i, v[p]);
 #pragma unroll
@@ -373,7 +658,7 @@ __global__ void __launch_bounds__(kThreads) finish_kernel(const __grid_constant_
   const float factor = rms_factor(block_sum(square, slots), s.d, s.rms_eps);
 #pragma unroll
   for (int p = 0; p < kRowPieces; ++p) {
-    const int64_t i = i0 + p * (kThreads * 8);
+    const int64_t i = i0 + p * (kFinishThreads * 8);
     if (i < s.d) {
       float weight[8];
       s.norm.load(i, weight);
@@ -402,6 +687,9 @@ bool hc_site_mma_supports(const HcSiteArgs& args) {
 
 Status hc_site_mma(OpContext& ctx, const HcSiteArgs& args) {
   const int64_t t = args.x.dim(0), d = args.x.dim(2), chunks = d / kColumns;
+  // Blocks of as many rows of the grid as run at once share the tokens.
+  const int64_t shares = std::clamp(kMultiprocessors / chunks, int64_t{1}, ceil_div(t, kLeastTile));
+  const int64_t tile = std::min<int64_t>(kTokens, ceil_div(t, shares));
   Scratch scratch(ctx);
   const Site s{.x = static_cast<const Bf16*>(args.x.data),
                .pending = pending_rows<Bf16>(args.pending),
@@ -414,6 +702,7 @@ Status hc_site_mma(OpContext& ctx, const HcSiteArgs& args) {
                .hc_eps = args.hc_eps,
                .iters = args.sinkhorn_iters,
                .tokens = t,
+               .tile = static_cast<int>(tile),
                .d = d,
                .x_out = static_cast<Bf16*>(args.x_out.data),
                .pre_out = args.pre_out.as<float>(),
@@ -423,16 +712,24 @@ Status hc_site_mma(OpContext& ctx, const HcSiteArgs& args) {
                .prediction = scratch.array<float>(t * chunks * kCoefficients),
                .square = scratch.array<float>(t * chunks)};
   CACHALOT_RETURN_IF_ERROR(scratch.status("hc_site"));
+  const bool few = t <= kFewTokens, pending = !args.pending.empty();
   CACHALOT_RETURN_IF_ERROR(
-      launch(ctx,
-             "hc_streams",
-             stream_kernel,
-             dim3(extent(chunks),
-                  extent(std::clamp(kMostBlocks / chunks, int64_t{1}, ceil_div(t, kTokens)))),
-             kThreads,
-             sizeof(StreamShared),
-             s));
-  return launch(ctx, "hc_finish", finish_kernel, extent(ceil_div(t, kWarps) + t), kThreads, 0, s);
+      few ? launch(ctx,
+                   "hc_streams",
+                   pending ? few_kernel<true> : few_kernel<false>,
+                   extent(chunks),
+                   kFewThreads,
+                   sizeof(FewShared),
+                   s)
+          : launch(ctx,
+                   "hc_streams",
+                   pending ? stream_kernel<true> : stream_kernel<false>,
+                   dim3(extent(chunks), extent(std::min(shares, ceil_div(t, tile)))),
+                   kThreads,
+                   sizeof(StreamShared),
+                   s));
+  return launch(
+      ctx, "hc_finish", finish_kernel, extent(ceil_div(t, kFinishWarps) + t), kFinishThreads, 0, s);
 }
 
 }  // namespace cachalot::ops::cuda

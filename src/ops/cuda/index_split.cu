@@ -8,11 +8,11 @@
 // collect  block = 2048 or more slots: from the counts, the bin that holds the k-th largest score;
 //          slots above that bin are selected, slots in it become candidates
 // finish   block = one token: the missing ones are the best candidates (exact, device/top_k.cuh);
-//          ids sorted ascending
+//          ids ascending, from a bit each where 4 KiB hold those, sorted otherwise
 //
 // A candidate source runs collect and finish twice in the same launches: for entries, and for the
 // maxima of its candidate blocks. Integer counters make the lists' order vary; the selected sets do
-// not. Shared: 16 KiB counts (collect), at most 40 KiB (finish). Bound by the scores, then by 12 B
+// not. Shared: 16 KiB counts (collect), at most 56 KiB (finish). Bound by the scores, then by 12 B
 // of scores and ids written and read per slot.
 #include <algorithm>
 
@@ -129,6 +129,84 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
+// Ids in shared memory: a bit each if there are few to choose from, else a list that is sorted.
+struct ChosenIds {
+  static constexpr int kMostWords = 1024;
+
+  uint32_t* memory;  // [at least kMostWords, power of two >= ids]
+  int words;         // of bits
+
+  __device__ __forceinline__ bool is_set() const { return words <= kMostWords; }
+  // All threads; a barrier must follow before the first insertion.
+  __device__ __forceinline__ void clear() const {
+    for (int i = threadIdx.x; is_set() && i < words; i += kThreads) {
+      memory[i] = 0;
+    }
+  }
+  __device__ __forceinline__ void insert(int place, uint32_t id) const {
+    if (is_set()) {
+      atomicOr(&memory[id / 32], 1u << id % 32);
+    } else {
+      memory[place] = id;
+    }
+  }
+  // All threads, after a barrier: `count` ids ascending, and -1 behind them. `slots` has
+  // kIndexWarps places.
+  __device__ void write(int count, int32_t* out, int width, int* slots) const {
+    if (is_set()) {
+      write_set(out, slots);
+    } else {
+      sort_ascending(memory, count, power_of_two(width));
+      for (int i = threadIdx.x; i < count; i += kThreads) {
+        out[i] = static_cast<int32_t>(memory[i]);
+      }
+    }
+    for (int i = count + static_cast<int>(threadIdx.x); i < width; i += kThreads) {
+      out[i] = -1;
+    }
+  }
+
+ private:
+  __device__ void write_set(int32_t* out, int* slots) const {
+    const int thread = static_cast<int>(threadIdx.x), lane = thread % kWarp, warp = thread / kWarp;
+    // A warp has whole rows of 32 words that follow each other.
+    const int share = (words + kThreads - 1) / kThreads * kWarp;
+    const int begin = min(warp * share, words), end = min(begin + share, words);
+    int count = 0;
+    for (int i = begin + lane; i < end; i += kWarp) {
+      count += __popc(memory[i]);
+    }
+    count = __reduce_add_sync(kAllLanes, count);
+    if (lane == 0) {
+      slots[warp] = count;
+    }
+    __syncthreads();
+    int at = 0;
+#pragma unroll
+    for (int w = 0; w < kIndexWarps; ++w) {
+      at += w < warp ? slots[w] : 0;
+    }
+    for (int row = begin; row < end; row += kWarp) {
+      uint32_t word = row + lane < end ? memory[row + lane] : 0;
+      if (__ballot_sync(kAllLanes, word != 0) == 0) {
+        continue;
+      }
+      int to = __popc(word);
+#pragma unroll
+      for (int step = 1; step < kWarp; step *= 2) {
+        const int up = __shfl_up_sync(kAllLanes, to, step);
+        to += lane >= step ? up : 0;
+      }
+      const int of_row = __shfl_sync(kAllLanes, to, kWarp - 1);
+      to += at - __popc(word);
+      for (; word != 0; word &= word - 1) {
+        out[to++] = (row + lane) * 32 + __ffs(static_cast<int>(word)) - 1;
+      }
+      at += of_row;
+    }
+  }
+};
+
 // Entry of a slot that is known to have one.
 __device__ __forceinline__ int32_t list_id(const IndexSplit& s,
                                            int64_t token,
@@ -140,6 +218,7 @@ __device__ __forceinline__ int32_t list_id(const IndexSplit& s,
 // blockIdx.y: 0 entries, 1 candidate blocks.
 __global__ void __launch_bounds__(kThreads) finish_kernel(const __grid_constant__ IndexSplit s) {
   __shared__ TopKState state;
+  __shared__ int slots[kIndexWarps];
   auto* memory = dynamic_shared();
   allow_next_kernel();
   wait_for_previous_kernels();
@@ -156,17 +235,16 @@ __global__ void __launch_bounds__(kThreads) finish_kernel(const __grid_constant_
   const int need = min(list.k - found, ties);
   const int32_t* tied = list.ties + token * list.bound;
   const uint32_t* scores = list.scores + token * list.bound;
-  auto* ids = reinterpret_cast<uint32_t*>(memory);  // [power of two >= k]
-  const int size = power_of_two(list.k);
-  const TopK best{reinterpret_cast<uint64_t*>(memory + 4 * ((size + 1) / 2 * 2)),
-                  &state,
-                  need + kFinishRoom,
-                  need};
-  for (int i = threadIdx.x; i < found; i += kThreads) {
-    ids[i] = static_cast<uint32_t>(list_id(s, token, of_blocks, list.found[token * list.k + i]));
-  }
+  const TopK best{reinterpret_cast<uint64_t*>(memory), &state, need + kFinishRoom, need};
+  const ChosenIds ids{reinterpret_cast<uint32_t*>(memory + 8 * (list.k + kFinishRoom)),
+                      ((of_blocks ? e.blocks : e.visible) + 31) / 32};
+  ids.clear();
   best.reset();
   __syncthreads();
+  for (int i = threadIdx.x; i < found; i += kThreads) {
+    ids.insert(i,
+               static_cast<uint32_t>(list_id(s, token, of_blocks, list.found[token * list.k + i])));
+  }
   for (int begin = 0; begin < ties; begin += kRound) {
     for (int i = begin + static_cast<int>(threadIdx.x); i < min(begin + kRound, ties);
          i += kThreads) {
@@ -180,13 +258,10 @@ __global__ void __launch_bounds__(kThreads) finish_kernel(const __grid_constant_
   best.shrink();
   for (int i = threadIdx.x; i < need; i += kThreads) {
     const auto slot = static_cast<int>(selection_id(best.buffer[i]));
-    ids[found + i] = static_cast<uint32_t>(list_id(s, token, of_blocks, slot));
+    ids.insert(found + i, static_cast<uint32_t>(list_id(s, token, of_blocks, slot)));
   }
   __syncthreads();
-  sort_ascending(ids, found + need, size);
-  for (int i = threadIdx.x; i < list.k; i += kThreads) {
-    out[i] = i < found + need ? static_cast<int32_t>(ids[i]) : -1;
-  }
+  ids.write(found + need, out, list.k, slots);
 }
 
 // Slots of a list, to a multiple of 16 bytes.
@@ -206,8 +281,7 @@ void take(Scratch& scratch, IndexList& list, int64_t tokens, int64_t slots, int 
 }
 
 int64_t finish_bytes(int k) {
-  const int64_t size = power_of_two(k);
-  return 4 * ((size + 1) / 2 * 2) + 8 * (k + int64_t{kFinishRoom});
+  return 8 * (k + int64_t{kFinishRoom}) + 4 * std::max(power_of_two(k), ChosenIds::kMostWords);
 }
 
 Status run_pass(const OpContext& ctx, const IndexSplit& s, DType act) {

@@ -13,11 +13,12 @@
 // order. Where many groups reach it, as in rows of equal logits, device/top_k.cuh drops keys as it
 // goes. Sums run over a block's threads, then over the parts, so they depend on V alone.
 //
-// Shared, of rank: V / 4 bytes of maxima and groups (32 KiB) and 8 (k + 4096) bytes of keys. Bound
+// Shared, of rank: V / 4 bytes of maxima and groups (32 KiB) and 8 (k + 12288) bytes of keys. Bound
 // by 4 V bytes per row: 16.7 us for 128 rows of 129,280 at a copy rate of 3.96 TB/s; a few rows by
 // the latency of the second kernel: rounds of counting, two reads, and the sort. Measured on one
-// H200, 2026-11-30, medians in us, rows x k: 1 x 1 12.8, 1 x 256 22.4, 64 x 256 39.8, 128 x 1 38.4,
-// 128 x 256 50.3, 128 x 1024 83.2. What k adds is gathered and sorted by one block per row.
+// H200, 2026-11-30, medians in us, rows x k: 1 x 1 14.9, 1 x 256 15.9, 64 x 256 28.4, 128 x 1 37.9,
+// 128 x 256 39.7, 128 x 1024 61.5. Reading 24 groups per warp at a time instead of 8, and placing
+// up to 512 keys by counting instead of exchanging them, took 256 of one row from 22 to 16 us.
 #include <cfloat>
 
 #include "ops/cuda/device/reduce.cuh"
@@ -35,7 +36,7 @@ constexpr int kPerThread = 16;
 constexpr int kPart = kScanThreads * kPerThread;
 constexpr int kRankThreads = 512;
 constexpr int kRankWarps = kRankThreads / kWarp;
-constexpr int kAhead = 8;                            // groups that a warp reads at a time
+constexpr int kAhead = 24;                           // groups that a warp reads at a time
 constexpr int kTile = kRankWarps * kAhead * kGroup;  // logits that the block does
 constexpr float kLog2E = 1.44269504f;
 
@@ -201,6 +202,47 @@ __device__ uint32_t find_threshold(
   return threshold;
 }
 
+// Sorts n <= kRankThreads distinct positive keys, the largest first: runs of a warp each, then the
+// place of a key from how many are larger in every run. All threads, after a barrier; there are
+// places for whole runs.
+__device__ void sort_few(uint64_t* keys, int n) {
+  const int thread = static_cast<int>(threadIdx.x), lane = thread % kWarp;
+  const int own = thread / kWarp, runs = (n + kWarp - 1) / kWarp;
+  uint64_t key = thread < n ? keys[thread] : 0;
+  if (own < runs) {
+#pragma unroll
+    for (int run = 2; run <= kWarp; run *= 2) {
+#pragma unroll
+      for (int gap = run / 2; gap > 0; gap /= 2) {
+        const uint64_t other = __shfl_xor_sync(kAllLanes, key, gap);
+        const bool larger = ((lane & gap) == 0) == ((lane & run) == 0 || run == kWarp);
+        key = larger == (other > key) ? other : key;
+      }
+    }
+    keys[thread] = key;
+  }
+  __syncthreads();
+  int place = lane;
+  if (own < runs) {
+#pragma unroll 4
+    for (int r = 0; r < runs; ++r) {
+      const uint64_t* run = keys + r * kWarp;
+      int larger = 0;
+#pragma unroll
+      for (int step = kWarp / 2; step > 0; step /= 2) {
+        larger += run[larger + step - 1] > key ? step : 0;
+      }
+      larger += run[larger] > key ? 1 : 0;
+      place += r == own ? 0 : larger;
+    }
+  }
+  __syncthreads();
+  if (own < runs && key != 0) {
+    keys[place] = key;
+  }
+  __syncthreads();
+}
+
 __global__ void __launch_bounds__(kRankThreads) rank_kernel(const __grid_constant__ Problem p) {
   __shared__ TopKState state;
   __shared__ Counts counts;
@@ -242,20 +284,22 @@ __global__ void __launch_bounds__(kRankThreads) rank_kernel(const __grid_constan
   __syncthreads();
 
   const float* logits = p.logits + row * p.v;
+  const int v = static_cast<int>(p.v);
   for (int base = warp; base - warp < found; base += kRankWarps * kAhead) {
-    int64_t at[kAhead];
+    int at[kAhead];  // -1: nothing
     float x[kAhead];
 #pragma unroll
     for (int a = 0; a < kAhead; ++a) {
       const int g = base + a * kRankWarps;
-      at[a] = g < found ? int64_t{chosen[g]} * kGroup + lane : p.v;
-      x[a] = at[a] < p.v ? logits[at[a]] : 0.0f;
+      at[a] = g < found ? chosen[g] * kGroup + lane : -1;
+      at[a] = at[a] < v ? at[a] : -1;
+      x[a] = at[a] >= 0 ? logits[at[a]] : 0.0f;
     }
 #pragma unroll
     for (int a = 0; a < kAhead; ++a) {
       const uint32_t score = ordered_bits(fmaxf(x[a], -INFINITY));
       top.push(selection_key(score, static_cast<uint32_t>(at[a])),
-               at[a] < p.v && score >= threshold);
+               at[a] >= 0 && score >= threshold);
     }
     __syncthreads();
     top.make_room(kTile);
@@ -265,14 +309,22 @@ __global__ void __launch_bounds__(kRankThreads) rank_kernel(const __grid_constan
     top.shrink();
   }
   const int n = state.count;
-  // Complements, so that ascending order puts the best first.
-  for (int i = threadIdx.x; i < n; i += kRankThreads) {
-    top.buffer[i] = ~top.buffer[i];
+  if (n <= kRankThreads) {
+    sort_few(top.buffer, n);
+  } else {
+    // Complements, so that ascending order puts the best first.
+    for (int i = threadIdx.x; i < n; i += kRankThreads) {
+      top.buffer[i] = ~top.buffer[i];
+    }
+    sort_ascending(top.buffer, n, power_of_two(n));
+    for (int i = threadIdx.x; i < p.k; i += kRankThreads) {
+      top.buffer[i] = ~top.buffer[i];
+    }
+    __syncthreads();
   }
-  sort_ascending(top.buffer, n, power_of_two(n));
   for (int i = threadIdx.x; i < p.k; i += kRankThreads) {
     const bool exists = i < n;
-    const uint64_t key = exists ? ~top.buffer[i] : uint64_t{kOrderedMinusInfinity} << 32;
+    const uint64_t key = exists ? top.buffer[i] : uint64_t{kOrderedMinusInfinity} << 32;
     p.value[row * p.k + i] = from_ordered_bits(static_cast<uint32_t>(key >> 32));
     p.id[row * p.k + i] = exists ? static_cast<int32_t>(selection_id(key)) : -1;
   }

@@ -30,8 +30,61 @@ struct PendingRows {
   }
 };
 
+// out_k = post_k y + sum_j comb_jk x_j of kVector columns, not yet rounded, for the first m
+// streams.
+template <int kStreams, int kVector>
+__device__ __forceinline__ void mix_columns(const float (&x)[kStreams][kVector],
+                                            const float (&y)[kVector],
+                                            const float* post,
+                                            const float* comb,
+                                            int m,
+                                            float (&out)[kStreams][kVector]) {
+#pragma unroll
+  for (int k = 0; k < kStreams; ++k) {
+    if (k < m) {
+      const float weight = post[k];
+#pragma unroll
+      for (int e = 0; e < kVector; ++e) {
+        out[k][e] = weight * y[e];
+      }
+#pragma unroll
+      for (int j = 0; j < kStreams; ++j) {
+        if (j < m) {
+          const float share = comb[j * m + k];
+#pragma unroll
+          for (int e = 0; e < kVector; ++e) {
+            out[k][e] = fmaf(share, x[j][e], out[k][e]);
+          }
+        }
+      }
+    }
+  }
+}
+
+// sum_j pre_j x_j, not yet rounded.
+template <int kStreams, int kVector>
+__device__ __forceinline__ void sum_streams(const float (&x)[kStreams][kVector],
+                                            const float* pre,
+                                            int m,
+                                            float (&out)[kVector]) {
+#pragma unroll
+  for (int e = 0; e < kVector; ++e) {
+    out[e] = 0;
+  }
+#pragma unroll
+  for (int j = 0; j < kStreams; ++j) {
+    if (j < m) {
+      const float weight = pre[j];
+#pragma unroll
+      for (int e = 0; e < kVector; ++e) {
+        out[e] = fmaf(weight, x[j][e], out[e]);
+      }
+    }
+  }
+}
+
 // Columns [i, i + kVector) of all m <= kStreams streams of one token with the pending output
-// applied, rounded to Act: out_k = post_k y + sum_j comb_jk x_j.
+// applied, rounded to Act.
 template <class Act, int kStreams, int kVector>
 __device__ __forceinline__ void expand_columns(const Act* x,
                                                const PendingRow<Act>& pending,
@@ -58,24 +111,10 @@ __device__ __forceinline__ void expand_columns(const Act* x,
   }
   float y[kVector];
   load_elements<kVector>(pending.y + i, y);
+  mix_columns(v, y, pending.post, pending.comb, m, out);
 #pragma unroll
   for (int k = 0; k < kStreams; ++k) {
     if (k < m) {
-      const float post = pending.post[k];
-#pragma unroll
-      for (int e = 0; e < kVector; ++e) {
-        out[k][e] = post * y[e];
-      }
-#pragma unroll
-      for (int j = 0; j < kStreams; ++j) {
-        if (j < m) {
-          const float comb = pending.comb[j * m + k];
-#pragma unroll
-          for (int e = 0; e < kVector; ++e) {
-            out[k][e] = fmaf(comb, v[j][e], out[k][e]);
-          }
-        }
-      }
 #pragma unroll
       for (int e = 0; e < kVector; ++e) {
         out[k][e] = rounded<Act>(out[k][e]);
@@ -90,20 +129,7 @@ __device__ __forceinline__ void collapse_columns(const float (&x)[kStreams][kVec
                                                  const float* pre,
                                                  int m,
                                                  float (&out)[kVector]) {
-#pragma unroll
-  for (int e = 0; e < kVector; ++e) {
-    out[e] = 0;
-  }
-#pragma unroll
-  for (int j = 0; j < kStreams; ++j) {
-    if (j < m) {
-      const float weight = pre[j];
-#pragma unroll
-      for (int e = 0; e < kVector; ++e) {
-        out[e] = fmaf(weight, x[j][e], out[e]);
-      }
-    }
-  }
+  sum_streams(x, pre, m, out);
 #pragma unroll
   for (int e = 0; e < kVector; ++e) {
     out[e] = rounded<Act>(out[e]);

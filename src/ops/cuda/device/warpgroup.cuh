@@ -94,6 +94,16 @@ __device__ __forceinline__ void wgmma_bf16(float (&d)[8][4], uint64_t a, uint64_
       : CACHALOT_ACC8(0)
       : "l"(a), "l"(b), "n"(kAdd ? 1 : 0));
 }
+template <bool kAdd>
+__device__ __forceinline__ void wgmma_bf16(float (&d)[9][4], uint64_t a, uint64_t b) {
+  asm volatile(
+      "wgmma.mma_async.sync.aligned.m64n72k16.f32.bf16.bf16 {"
+      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, "
+      "%18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, "
+      "%34, %35}, %36, %37, %38, 1, 1, 0, 0;"
+      : CACHALOT_ACC8(0), CACHALOT_ACC(8)
+      : "l"(a), "l"(b), "n"(kAdd ? 1 : 0));
+}
 
 template <bool kAdd>
 __device__ __forceinline__ void wgmma_bf16(float (&d)[4][4], uint64_t a, uint64_t b) {
