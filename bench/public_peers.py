@@ -101,20 +101,22 @@ def strided_picks(rows, width, length):
     return start + torch.randint(step, (rows, width), device=DEVICE, dtype=torch.int32)
 
 
-def decode_attention(flash_mla, name, batch, with_main, heads=64, dim=512, width=512, window=128, context=32768):
-    sets = 4
+def decode_attention(flash_mla, name, batch, rows, with_main, heads=64, dim=512, width=512, window=128, context=32768):
+    """`rows` query rows per sequence, each with a window that ends one row later."""
+    shape = f"{batch}x{rows}" if rows > 1 else f"batch={batch}"
+    sets, ring_pages = 4, -(-(window + rows - 1) // MLA_PAGE)
     sink = torch.randn(heads, device=DEVICE)
-    q = [normal(batch, 1, heads, dim) for _ in range(sets)]
-    rings = [mla_pages(batch * window // MLA_PAGE) for _ in range(sets)]
-    ring_index = torch.arange(batch * window, device=DEVICE, dtype=torch.int32).view(batch, 1, window)
+    q = [normal(batch, rows, heads, dim) for _ in range(sets)]
+    rings = [mla_pages(batch * ring_pages) for _ in range(sets)]
+    sequence, row, key = (torch.arange(n, device=DEVICE, dtype=torch.int32) for n in (batch, rows, window))
+    ring_index = sequence[:, None, None] * ring_pages * MLA_PAGE + row[:, None] + key
     main, selected = None, [None] * sets
     if with_main:
         main = mla_pages(batch * context // MLA_PAGE)
-        sequence = torch.arange(batch, device=DEVICE, dtype=torch.int32)[:, None]
         for i in range(sets):  # pages of the sequences interleave
-            position = strided_picks(batch, width, context - 1)
-            page = position // MLA_PAGE * batch + sequence
-            selected[i] = (page * MLA_PAGE + position % MLA_PAGE)[:, None]
+            position = strided_picks(batch * rows, width, context - rows).view(batch, rows, width)
+            page = position // MLA_PAGE * batch + sequence[:, None, None]
+            selected[i] = page * MLA_PAGE + position % MLA_PAGE
 
     def run(i, schedule):
         s = i % sets
@@ -124,16 +126,16 @@ def decode_attention(flash_mla, name, batch, with_main, heads=64, dim=512, width
 
     schedule = flash_mla.get_mla_metadata()[0]
     out = run(0, schedule)
-    for b in {0, batch - 1}:
-        keys = mla_rows(rings[0], ring_index[b, 0])
+    for at in {(0, 0), (batch - 1, rows - 1)}:
+        keys = mla_rows(rings[0], ring_index[at])
         if with_main:
-            keys = torch.cat((keys, mla_rows(main, selected[0][b, 0])))
-        check(f"{name} batch={batch}", out[b, 0], attended(q[0][b, 0], keys, sink))
-    flops = 4.0 * batch * heads * dim * (window + (width if with_main else 0))
+            keys = torch.cat((keys, mla_rows(main, selected[0][at])))
+        check(f"{name} {shape}", out[at], attended(q[0][at], keys, sink))
+    flops = 4.0 * batch * rows * heads * dim * (window + (width if with_main else 0))
     seconds = measure(20, lambda i: run(i, schedule))
-    report(name, f"batch={batch}", "FlashMLA, schedule kept", seconds, flops)
+    report(name, shape, "FlashMLA, schedule kept", seconds, flops)
     seconds = measure(20, lambda i: run(i, flash_mla.get_mla_metadata()[0]))
-    report(name, f"batch={batch}", "FlashMLA, schedule made", seconds, flops)
+    report(name, shape, "FlashMLA, schedule made", seconds, flops)
 
 
 def prefill_attention(flash_mla, name, with_main, tokens=4096, heads=64, dim=512, width=512, window=128, context=32768):
@@ -158,8 +160,8 @@ def prefill_attention(flash_mla, name, with_main, tokens=4096, heads=64, dim=512
 
 def attention(flash_mla):
     for name, with_main in (("attend", True), ("attend.window_only", False)):
-        for batch in (1, 6, 16, 32, 64, 128, 256):
-            decode_attention(flash_mla, name, batch, with_main)
+        for batch, rows in ((1, 1), (6, 1), (16, 1), (32, 1), (64, 1), (128, 1), (256, 1), (64, 6)):
+            decode_attention(flash_mla, name, batch, rows, with_main)
             torch.cuda.empty_cache()
         prefill_attention(flash_mla, name, with_main)
 
@@ -196,7 +198,7 @@ def linears(deep_gemm):
         torch.cuda.empty_cache()
 
 
-def experts(deep_gemm, count=384, d=5120, f=2304, k=6, most=128):
+def experts(deep_gemm, count=384, d=5120, f=2304, k=6, most=256):
     """The two products of the routed experts; every expert has room for `most` tokens."""
     w13 = (e4m3(count, 2 * f, d), scales(count, 2 * f // 128, d // 128))
     w2 = (e4m3(count, d, f), scales(count, d // 128, f // 128))
@@ -204,7 +206,7 @@ def experts(deep_gemm, count=384, d=5120, f=2304, k=6, most=128):
     h = (e4m3(count, most, f), column_major(scales(count, most, f // 128)))
     h13 = torch.empty(count, most, 2 * f, device=DEVICE, dtype=torch.bfloat16)
     y = torch.empty(count, most, d, device=DEVICE, dtype=torch.bfloat16)
-    for t in (1, 2, 8, 16, 64, 128, 512, 4096):
+    for t in (1, 2, 8, 16, 64, 128, 512, 4096, 8192):
         sets = 16 if t <= 16 else 4
         tokens = [torch.rand(t, count, device=DEVICE).topk(k, dim=1).indices.flatten().bincount(minlength=count).int()
                   for _ in range(sets)]
