@@ -198,35 +198,71 @@ def linears(deep_gemm):
         torch.cuda.empty_cache()
 
 
-def experts(deep_gemm, count=384, d=5120, f=2304, k=6, most=256):
-    """The two products of the routed experts; every expert has room for `most` tokens."""
-    w13 = (e4m3(count, 2 * f, d), scales(count, 2 * f // 128, d // 128))
-    w2 = (e4m3(count, d, f), scales(count, d // 128, f // 128))
+def check_product(what, given, weights, out, rows, expert):
+    """Rows of a grouped product that belong to `expert`; `rows` indexes the groups too where they have a dimension."""
+    expected = decoded(given[0][rows], given[1][rows]) @ decoded(weights[0][expert], weights[1][expert]).t()
+    check(what, out[rows], expected)
+
+
+def masked_experts(deep_gemm, t, w13, w2, k, most=256):
+    """Every expert has room for `most` rows, of which its tokens fill the first."""
+    (count, d, f), sets = w2[0].shape, 16 if t <= 16 else 4
     x = (e4m3(count, most, d), column_major(scales(count, most, d // 128)))
     h = (e4m3(count, most, f), column_major(scales(count, most, f // 128)))
     h13 = torch.empty(count, most, 2 * f, device=DEVICE, dtype=torch.bfloat16)
     y = torch.empty(count, most, d, device=DEVICE, dtype=torch.bfloat16)
+    tokens = [torch.rand(t, count, device=DEVICE).topk(k, dim=1).indices.flatten().bincount(minlength=count).int()
+              for _ in range(sets)]
+    assert max(c.max().item() for c in tokens) <= most
+    busy = sum((c > 0).sum().item() for c in tokens) / sets
+    expected = -(-t * k // int(busy))
+
+    def run(i):
+        deep_gemm.m_grouped_fp8_gemm_nt_masked(x, w13, h13, tokens[i % sets], expected)
+        deep_gemm.m_grouped_fp8_gemm_nt_masked(h, w2, y, tokens[i % sets], expected)
+
+    run(0)
+    expert = tokens[0].argmax().item()
+    rows = expert, slice(0, tokens[0][expert].item())
+    check_product(f"experts T={t}, w13", x, w13, h13, rows, expert)
+    check_product(f"experts T={t}, w2", h, w2, y, rows, expert)
+    seconds = measure(2 if t >= 512 else 4 if t >= 64 else 16, run)
+    report("experts.routed_only", f"T={t} distinct={round(busy)}", "DeepGEMM masked, products alone", seconds,
+           6.0 * t * f * d * k)
+
+
+def contiguous_experts(deep_gemm, t, w13, w2, k, room=128, sets=16):
+    """One token for each of t * k experts, whose rooms of 128 rows follow one another; other experts have none."""
+    (count, d, f), m = w2[0].shape, t * k * room
+    x = (e4m3(m, d), column_major(scales(m, d // 128)))
+    h = (e4m3(m, f), column_major(scales(m, f // 128)))
+    h13 = torch.empty(m, 2 * f, device=DEVICE, dtype=torch.bfloat16)
+    y = torch.empty(m, d, device=DEVICE, dtype=torch.bfloat16)
+    owners = torch.full((sets, m), -1, device=DEVICE, dtype=torch.int32)
+    for i in range(sets):
+        owners[i, ::room] = torch.randperm(count, device=DEVICE)[:t * k].sort().values.int()
+
+    def run(i):
+        deep_gemm.m_grouped_fp8_gemm_nt_contiguous(x, w13, h13, owners[i % sets])
+        deep_gemm.m_grouped_fp8_gemm_nt_contiguous(h, w2, y, owners[i % sets])
+
+    run(0)
+    row = slice(m - room, m - room + 1)
+    expert = owners[0, m - room].item()
+    check_product(f"experts T={t}, w13", x, w13, h13, row, expert)
+    check_product(f"experts T={t}, w2", h, w2, y, row, expert)
+    report("experts.routed_only", f"T={t} distinct={t * k}", "DeepGEMM contiguous, products alone", measure(16, run),
+           6.0 * t * f * d * k)
+
+
+def experts(deep_gemm, count=384, d=5120, f=2304, k=6):
+    """The two products of the routed experts, FP8 weights."""
+    w13 = (e4m3(count, 2 * f, d), scales(count, 2 * f // 128, d // 128))
+    w2 = (e4m3(count, d, f), scales(count, d // 128, f // 128))
+    for t in (1, 2):
+        contiguous_experts(deep_gemm, t, w13, w2, k)
     for t in (1, 2, 8, 16, 64, 128, 512, 4096, 8192):
-        sets = 16 if t <= 16 else 4
-        tokens = [torch.rand(t, count, device=DEVICE).topk(k, dim=1).indices.flatten().bincount(minlength=count).int()
-                  for _ in range(sets)]
-        assert max(c.max().item() for c in tokens) <= most
-        busy = sum((c > 0).sum().item() for c in tokens) / sets
-        expected = -(-t * k // int(busy))
-
-        def run(i):
-            deep_gemm.m_grouped_fp8_gemm_nt_masked(x, w13, h13, tokens[i % sets], expected)
-            deep_gemm.m_grouped_fp8_gemm_nt_masked(h, w2, y, tokens[i % sets], expected)
-
-        run(0)
-        e = tokens[0].argmax().item()
-        rows = slice(0, tokens[0][e].item())
-        for given, weights, out in ((x, w13, h13), (h, w2, y)):
-            product = decoded(given[0][e, rows], given[1][e, rows]) @ decoded(weights[0][e], weights[1][e]).t()
-            check(f"experts T={t}", out[e, rows], product)
-        seconds = measure(2 if t >= 512 else 4 if t >= 64 else 16, run)
-        report("experts.routed_only", f"T={t} distinct={round(busy)}", "DeepGEMM, FP8 weights, products alone", seconds,
-               6.0 * t * f * d * k)
+        masked_experts(deep_gemm, t, w13, w2, k)
     del w13, w2
     torch.cuda.empty_cache()
 
