@@ -135,7 +135,8 @@ def attention(heads=64, dim=512, rows=640):
 
 
 def top_k():
-    for rows, columns, k in ((1, 1 << 20, 512), (64, 131072, 512), (4096, 65536, 512), (64, 129280, 256)):
+    for rows, columns, k in ((1, 131072, 512), (1, 524288, 512), (1, 1 << 20, 512), (64, 8192, 512), (64, 131072, 512),
+                             (384, 131072, 512), (4096, 65536, 512), (4096, 131072, 512), (64, 129280, 256)):
         sets = rotating(rows * columns * 4)
         scores = [torch.randn(rows, columns, device=DEVICE) for _ in range(sets)]
         seconds = measure(4 if rows > 1000 else max(8, sets), lambda i: torch.topk(scores[i % sets], k, dim=1))
