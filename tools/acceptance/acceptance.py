@@ -366,7 +366,7 @@ def muon_rows(r, t, name, muon, short, adam, seeds):
     """`short` is Muon with its whole schedule in 0.8 of the steps."""
     t.each(name, "share of the steps at which Muon has AdamW's final held-out loss", "<= 0.80", seeds,
            lambda s: (r.step_of(muon, s, r.final(adam, s)) or math.inf) / r.steps[muon, s][-1]["step"],
-           lambda v: v <= 0.8, "{:.2f}")
+           lambda v: v <= 0.8, "{:.3f}")
     t.each(name, "final held-out loss of Muon in 0.8 of the steps, less AdamW's, nats", "<= 0",
            [s for s in seeds if s in r.seeds(short)], lambda s: r.final(short, s) - r.final(adam, s),
            lambda v: v <= 0, "{:+.3f}")
