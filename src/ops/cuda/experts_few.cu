@@ -1,4 +1,4 @@
-// Experts with few tokens: groups of at most 8 or 16, one warp per tile of 16 weight rows.
+// Experts with few tokens: groups of at most 8, one warp per tile of 16 weight rows.
 //
 //   hidden = round(silu(min(w1 x, limit)) clamp(w3 x, +-limit) weight), quantized to FP8 blocks
 //   out = round(w2 hidden)
@@ -18,8 +18,7 @@
 // The weights of a block are known before the kernel in front has ended (routing is older), so the
 // rings fill while it drains. Inputs come from L1/L2, half a chunk ahead of their use.
 //
-// Shared: 4 rings of 3 stages, 7 (FP4) or 6.5 KiB (FP8) each; six blocks per multiprocessor, four
-// with groups of 16.
+// Shared: 4 rings of 3 stages, 7 (FP4) or 6.5 KiB (FP8) each; six blocks per multiprocessor.
 //
 // Bound by weight bytes: 18.8 MB per routed expert with a token, 35.4 MB for the shared one. With
 // 64 tokens HBM gives 3.7 TB/s and L2 is at 90 to 95 % of what it can do, while 0.7 instructions
@@ -47,8 +46,7 @@ constexpr int kOutRing =
     std::max(TileRing<Fp4Weights, kStages>::kBytes, TileRing<Fp8Rows, kStages>::kBytes);
 
 // Blocks of a multiprocessor: as many as registers and rings allow.
-template <int kTiles>
-constexpr int kBlocks = kTiles == 1 ? 6 : 4;
+constexpr int kBlocks = 6;
 
 // Input row of token n, for the first (x) or the second (hidden) product; null past the last token.
 __device__ __forceinline__ const uint16_t* expert_input(const ExpertProblem& p,
@@ -65,28 +63,23 @@ __device__ __forceinline__ const uint16_t* expert_input(const ExpertProblem& p,
   return reinterpret_cast<const uint16_t*>(base);
 }
 
-template <class W, int kTiles>
+template <class W>
 __device__ __forceinline__ void multiply(TileRing<W, kStages>& ring,
                                          const ExpertProblem& p,
                                          const ExpertTile& tile,
                                          bool hidden,
                                          int chunks,
                                          const Lane& lane,
-                                         float (&total)[kTiles][4]) {
-  const uint16_t* row[kTiles];
-#pragma unroll
-  for (int m = 0; m < kTiles; ++m) {
-    row[m] = expert_input(p, tile, m * kTokenTile + lane.g, hidden);
-    row[m] = row[m] == nullptr ? nullptr : row[m] + 8 * lane.t;
-  }
+                                         float (&total)[1][4]) {
+  const uint16_t* input = expert_input(p, tile, lane.g, hidden);
+  const uint16_t* row[1] = {input == nullptr ? nullptr : input + 8 * lane.t};
   run_chunks(
-      ring, row, chunks, lane, [&](int, const float (&part)[kTiles][4]) { add_part(total, part); });
+      ring, row, chunks, lane, [&](int, const float (&part)[1][4]) { add_part(total, part); });
 }
 
-template <int kTiles>
-__global__ void __launch_bounds__(kThreads, kBlocks<kTiles>)
+__global__ void __launch_bounds__(kThreads, kBlocks)
     hidden_kernel(const __grid_constant__ ExpertProblem p) {
-  __shared__ float hidden[kTiles * kTokenTile][kHiddenBlock + 1];
+  __shared__ float hidden[kTokenTile][kHiddenBlock + 1];
   const Lane lane;
   const int warp = static_cast<int>(threadIdx.x) / 32;
   const ExpertTile tile = expert_tile(p, p.f / kHiddenBlock, kHiddenBlock);
@@ -96,7 +89,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks<kTiles>)
   const int chunks = static_cast<int>(p.d / kChunk);
   const int64_t row = tile.row + warp * kColumns;
   uint8_t* memory = dynamic_shared() + warp * kHiddenRing;
-  float total[kTiles][4] = {};
+  float total[1][4] = {};
   if (tile.shared) {
     const TileRows rows = gate_up_rows<Fp8Pair>(tile.expert, row, p.d, lane);
     TileRing<Fp8Pair, kStages> ring(memory, rows, chunks * (kChunk / Fp8Pair::kStep));
@@ -111,14 +104,11 @@ __global__ void __launch_bounds__(kThreads, kBlocks<kTiles>)
     multiply(ring, p, tile, false, chunks, lane, total);
   }
 #pragma unroll
-  for (int m = 0; m < kTiles; ++m) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int n = m * kTokenTile + 2 * lane.t + i;
-      if (n < tile.group.count) {
-        hidden[n][warp * kColumns + lane.g] =
-            hidden_value(p, tile, pair_row(p, tile, n), total[m][i], total[m][2 + i]);
-      }
+  for (int i = 0; i < 2; ++i) {
+    const int n = 2 * lane.t + i;
+    if (n < tile.group.count) {
+      hidden[n][warp * kColumns + lane.g] =
+          hidden_value(p, tile, pair_row(p, tile, n), total[0][i], total[0][2 + i]);
     }
   }
   __syncthreads();
@@ -127,8 +117,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks<kTiles>)
   }
 }
 
-template <int kTiles>
-__global__ void __launch_bounds__(kThreads, kBlocks<kTiles>)
+__global__ void __launch_bounds__(kThreads, kBlocks)
     out_kernel(const __grid_constant__ ExpertProblem p) {
   const Lane lane;
   const int warp = static_cast<int>(threadIdx.x) / 32;
@@ -139,7 +128,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks<kTiles>)
   const int chunks = static_cast<int>(p.f / kChunk);
   const int64_t row = tile.row + warp * kTileRows;
   uint8_t* memory = dynamic_shared() + warp * kOutRing;
-  float total[kTiles][4] = {};
+  float total[1][4] = {};
   if (tile.shared) {
     const TileRows rows =
         tile_rows<Fp8Rows>(tile.expert.w2, tile.expert.w2_scales, row, p.d, p.f, lane);
@@ -157,40 +146,32 @@ __global__ void __launch_bounds__(kThreads, kBlocks<kTiles>)
   }
   Bf16* out = tile.shared ? p.out_shared : p.out_routed;
 #pragma unroll
-  for (int m = 0; m < kTiles; ++m) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int n = m * kTokenTile + 2 * lane.t + i % 2;
-      if (n < tile.group.count) {
-        out[pair_row(p, tile, n) * p.d + row + lane.g + 8 * (i / 2)] =
-            from_float<Bf16>(total[m][i] * kLateScale);
-      }
+  for (int i = 0; i < 4; ++i) {
+    const int n = 2 * lane.t + i % 2;
+    if (n < tile.group.count) {
+      out[pair_row(p, tile, n) * p.d + row + lane.g + 8 * (i / 2)] =
+          from_float<Bf16>(total[0][i] * kLateScale);
     }
   }
 }
 
-template <int kTiles>
-Status run(const OpContext& ctx, const ExpertProblem& p, int64_t groups) {
+}  // namespace
+
+Status experts_few(const OpContext& ctx, const ExpertProblem& p, int64_t groups) {
   CACHALOT_RETURN_IF_ERROR(launch(ctx,
                                   "experts_hidden",
-                                  hidden_kernel<kTiles>,
+                                  hidden_kernel,
                                   extent(groups * (p.f / kHiddenBlock)),
                                   kThreads,
                                   kWarps * kHiddenRing,
                                   p));
   return launch(ctx,
                 "experts_out",
-                out_kernel<kTiles>,
+                out_kernel,
                 extent(groups * (p.d / kOutBlock)),
                 kThreads,
                 kWarps * kOutRing,
                 p);
-}
-
-}  // namespace
-
-Status experts_few(const OpContext& ctx, const ExpertProblem& p, int64_t groups) {
-  return p.group_tokens > kTokenTile ? run<2>(ctx, p, groups) : run<1>(ctx, p, groups);
 }
 
 }  // namespace cachalot::ops::cuda
