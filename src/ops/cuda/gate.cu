@@ -32,7 +32,6 @@ namespace {
 constexpr int kSelectWarps = 4;  // of a block of select_kernel
 constexpr int kMostWarps = 20;   // of a block of gate_kernel
 constexpr int kStages = 4;
-constexpr int kTokenPad = 20;  // floats per token in shared memory: 16 rows without bank conflicts
 constexpr int64_t kMostExperts = 1024;
 constexpr int64_t kFewTokens = 64;  // of gate_kernel
 constexpr int64_t kTokenTiles = kFewTokens / kTokenTile;
@@ -225,10 +224,7 @@ __global__ void __launch_bounds__(kMostWarps* kWarp, 1)
   for (int i = static_cast<int>(threadIdx.x); i < tokens * kTileRows;
        i += static_cast<int>(blockDim.x)) {
     const int n = i / kTileRows, r = i % kTileRows;
-    float sum = 0;
-    for (int c = 0; c < chunks; ++c) {
-      sum += sums[(c * tokens + n) * kTokenPad + r];
-    }
+    const float sum = sum_of_chunks(sums, chunks, tokens, n, r);
     if (row + r < p.e) {
       p.logits[(token0 + n) * p.e + row + r] = sum;
     }

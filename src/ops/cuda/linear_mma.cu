@@ -41,8 +41,7 @@ constexpr int kMostWarps = 16 * kMultiprocessors;
 // up to this product of tokens and blocks of 128 rows it is the faster one.
 constexpr int64_t kFewBlockTokens = 256;
 constexpr int kStages = 4;
-constexpr int kTokenPad = 20;  // floats per token in shared memory: 16 rows without bank conflicts
-constexpr int kRawAhead = 8;   // chunks of raw input under way together
+constexpr int kRawAhead = 8;  // chunks of raw input under way together
 
 // A tile's sums go to shared memory as [token][kTokenPad], so that a token's 16 rows are written
 // together.
@@ -157,10 +156,7 @@ __global__ void __launch_bounds__(kMaxSharing * 32, 1)
   for (int i = static_cast<int>(threadIdx.x); i < tokens * kTileRows;
        i += static_cast<int>(blockDim.x)) {
     const int n = i / kTileRows, r = i % kTileRows;
-    float sum = 0;
-    for (int c = 0; c < chunks; ++c) {
-      sum += sums[(c * tokens + n) * kTokenPad + r];
-    }
+    const float sum = sum_of_chunks(sums, chunks, tokens, n, r);
     store_y(target, token0 + n, place.row + r, sum * W::kLate);
   }
 }

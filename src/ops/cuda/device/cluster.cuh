@@ -46,9 +46,6 @@ __device__ __forceinline__ uint32_t remote_address(const void* pointer, int rank
                : "r"(shared_address(pointer)), "r"(rank));
   return address;
 }
-__device__ __forceinline__ void remote_store(uint32_t address, float value) {
-  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
-}
 // Stores two floats at `place` of block `rank`, whose `barrier` counts the 8 bytes.
 __device__ __forceinline__ void remote_store_counted(
     const void* place, float a, float b, uint64_t* barrier, int rank) {
@@ -59,13 +56,6 @@ __device__ __forceinline__ void remote_store_counted(
       "f"(b),
       "r"(remote_address(barrier, rank))
       : "memory");
-}
-// What this thread, or one that it has synchronized with, wrote before is seen by who waits with
-// cluster_barrier_wait().
-__device__ __forceinline__ void remote_arrive(uint64_t* barrier, int rank) {
-  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(
-                   remote_address(barrier, rank))
-               : "memory");
 }
 __device__ __forceinline__ void cluster_barrier_wait(uint64_t* barrier, int phase) {
   asm volatile(

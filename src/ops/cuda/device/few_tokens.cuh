@@ -149,4 +149,18 @@ __device__ __forceinline__ void run_chunks(TileRing<W, kStages>& ring,
   }
 }
 
+// Sums of chunks that warps leave for others, [chunk][token][row of the tile]: floats per token in
+// shared memory, 16 rows without bank conflicts.
+constexpr int kTokenPad = 20;
+
+// The sum of row r and token n of `tokens` over the chunks, in their order.
+__device__ __forceinline__ float sum_of_chunks(
+    const float* sums, int chunks, int tokens, int n, int r) {
+  float sum = 0;
+  for (int c = 0; c < chunks; ++c) {
+    sum += sums[(c * tokens + n) * kTokenPad + r];
+  }
+  return sum;
+}
+
 }  // namespace cachalot::ops::cuda

@@ -209,12 +209,6 @@ __device__ __forceinline__ void load_matrices(uint32_t (&r)[4], const void* row)
                : "r"(shared_address(row))
                : "memory");
 }
-__device__ __forceinline__ void load_matrices_transposed(uint32_t (&r)[4], const void* row) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(shared_address(row))
-               : "memory");
-}
 
 // The transposed form of what load_matrices() would read: element (l / 4, 2 (l % 4) + i) of a
 // matrix in half i of lane l's register goes to row 2 (l % 4) + i, column l / 4 in memory.
