@@ -86,7 +86,7 @@ Status HostRows::send(const Weight& table,
         }
       }
     };
-    if (pool_ == nullptr || n <= kGrain) {
+    if (pool_ == nullptr) {
       gather(0, n);
     } else {
       pool_->parallel_for(n, kGrain, gather);

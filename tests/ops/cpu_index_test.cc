@@ -14,6 +14,7 @@ namespace {
 
 using test::Buffer;
 using test::CompressorInput;
+using test::differing_picks;
 using test::Pages;
 using test::Random;
 using test::same_bits;
@@ -94,24 +95,6 @@ IndexOutput run_index(OpContext& ctx,
   const Status status = index_select(ctx, args);
   EXPECT_TRUE(status.ok()) << status.message();
   return out;
-}
-
-// Selections as sets: rows may differ in picks whose scores tie within FP32 error. Returns how many
-// picks differ.
-int64_t differing_picks(const Buffer& a, const Buffer& b) {
-  const int64_t t = a.shape[0], k = a.shape[1];
-  int64_t count = 0;
-  for (int64_t row = 0; row < t; ++row) {
-    const int32_t* x = ints(a) + row * k;
-    const int32_t* y = ints(b) + row * k;
-    std::vector<int32_t> difference;
-    std::set_symmetric_difference(
-        x, std::find(x, x + k, -1), y, std::find(y, y + k, -1), std::back_inserter(difference));
-    count += static_cast<int64_t>(difference.size());
-    EXPECT_TRUE(std::is_sorted(x, std::find(x, x + k, -1)));
-    EXPECT_EQ(std::count(std::find(x, x + k, -1), x + k, -1), x + k - std::find(x, x + k, -1));
-  }
-  return count;
 }
 
 struct IndexCase {

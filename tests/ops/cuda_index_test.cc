@@ -9,6 +9,7 @@ namespace cachalot::ops {
 namespace {
 
 using test::Buffer;
+using test::differing_picks;
 using test::on_both;
 using test::Pages;
 using test::Random;
@@ -94,23 +95,6 @@ IndexOutput run_index(Side& side,
   args.selected = side.out(out.selected);
   side.finish(index_select(side.ctx(), args));
   return out;
-}
-
-// How many picks differ, as sets; also checks the form of `a`.
-int64_t differing_picks(const Buffer& a, const Buffer& b) {
-  const int64_t t = a.shape[0], k = a.shape[1];
-  int64_t count = 0;
-  for (int64_t row = 0; row < t; ++row) {
-    const int32_t* x = ints(a) + row * k;
-    const int32_t* y = ints(b) + row * k;
-    std::vector<int32_t> difference;
-    std::set_symmetric_difference(
-        x, std::find(x, x + k, -1), y, std::find(y, y + k, -1), std::back_inserter(difference));
-    count += static_cast<int64_t>(difference.size());
-    EXPECT_TRUE(std::is_sorted(x, std::find(x, x + k, -1)));
-    EXPECT_EQ(std::count(std::find(x, x + k, -1), x + k, -1), x + k - std::find(x, x + k, -1));
-  }
-  return count;
 }
 
 struct IndexCase {

@@ -4,7 +4,9 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
+#include <iterator>
 #include <string>
 #include <vector>
 
@@ -88,6 +90,24 @@ inline double differing_share(const std::vector<uint8_t>& a, const std::vector<u
     count += a[i] != b[i];
   }
   return a.empty() ? 0.0 : static_cast<double>(count) / static_cast<double>(a.size());
+}
+
+// How many picks of selections [T, k], ids ascending with -1 behind them, differ as sets: rows may
+// differ in picks whose scores tie within FP32 error. Also checks the form of `a`.
+inline int64_t differing_picks(const Buffer& a, const Buffer& b) {
+  const int64_t t = a.shape[0], k = a.shape[1];
+  int64_t count = 0;
+  for (int64_t row = 0; row < t; ++row) {
+    const int32_t* x = ints(a) + row * k;
+    const int32_t* y = ints(b) + row * k;
+    std::vector<int32_t> difference;
+    std::set_symmetric_difference(
+        x, std::find(x, x + k, -1), y, std::find(y, y + k, -1), std::back_inserter(difference));
+    count += static_cast<int64_t>(difference.size());
+    EXPECT_TRUE(std::is_sorted(x, std::find(x, x + k, -1)));
+    EXPECT_EQ(std::count(std::find(x, x + k, -1), x + k, -1), x + k - std::find(x, x + k, -1));
+  }
+  return count;
 }
 
 }  // namespace cachalot::test
