@@ -38,6 +38,9 @@ constexpr double kStallSeconds = 2;
 // RocksDB would keep every file of the database open, 2,000 of 64 GiB, and connections would lack
 // these descriptors. To open one again costs less than to read an object.
 constexpr int kMostOpenFiles = 64;
+// Compactions collect garbage. Where they lag by so many files, twice what they take at once,
+// objects wait: RocksDB would go on until 36 and leave several times the bound behind.
+constexpr int kMostFilesBehind = 8;
 // Blocks of keys; objects are not among them. RocksDB would give each family a cache of its own, of
 // 8 MiB or 32, and fill it in time with blocks of files that are long gone.
 constexpr size_t kBlockCacheBytes = size_t{2} << 20;
@@ -125,6 +128,8 @@ class DiskStore : public ObjectStore {
     objects.blob_file_size = piece;
     objects.write_buffer_size = piece;
     objects.max_write_buffer_number = 4;
+    objects.level0_slowdown_writes_trigger = kMostFilesBehind;
+    objects.level0_stop_writes_trigger = kMostFilesBehind;
     objects.compression = rocksdb::kNoCompression;  // FP4 and FP8 rows do not compress
     rocksdb::ColumnFamilyOptions uses;
     uses.table_factory = format;
