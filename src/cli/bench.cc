@@ -162,18 +162,7 @@ int64_t expert_bytes(const ops::ExpertView& e) {
 int64_t dense_bytes(const std::vector<model::LayerWeights>& layers) {
   int64_t bytes = 0;
   for (const model::LayerWeights& l : layers) {
-    for (const ops::Weight* w : {&l.attn.wq_a,
-                                 &l.attn.wq_b,
-                                 &l.attn.wkv,
-                                 &l.attn.wo_a,
-                                 &l.attn.wo_b,
-                                 &l.attn.compressor.wkv,
-                                 &l.attn.compressor.wgate,
-                                 &l.attn.indexer.wq_b,
-                                 &l.attn.indexer.weights_proj,
-                                 &l.attn.indexer.wk,
-                                 &l.moe.gate,
-                                 &l.engram.wkv}) {
+    for (const ops::Weight* w : model::matrices(l)) {
       bytes += ops::weight_bytes(*w);
     }
     bytes += l.hc_attn.fn.bytes() + l.hc_ffn.fn.bytes();

@@ -38,18 +38,7 @@ std::vector<TensorView*> all_views(ModelWeights& weights) {
     plain(l.ffn_norm);
     hc(l.hc_attn);
     hc(l.hc_ffn);
-    for (ops::Weight* w : {&l.attn.wq_a,
-                           &l.attn.wq_b,
-                           &l.attn.wkv,
-                           &l.attn.wo_a,
-                           &l.attn.wo_b,
-                           &l.attn.compressor.wkv,
-                           &l.attn.compressor.wgate,
-                           &l.attn.indexer.wq_b,
-                           &l.attn.indexer.weights_proj,
-                           &l.attn.indexer.wk,
-                           &l.moe.gate,
-                           &l.engram.wkv}) {
+    for (ops::Weight* w : matrices(l)) {
       matrix(*w);
     }
     for (TensorView* view : {&l.attn.q_norm,

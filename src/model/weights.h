@@ -4,6 +4,7 @@
 // loader, the writer, `synth`, `inspect` and the optimizer grouping are all driven by it.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <functional>
 #include <string>
@@ -138,6 +139,23 @@ struct LayerWeights {
   MoeWeights moe;
   EngramWeights engram;  // Engram layers only
 };
+
+// The matrices of a layer, those of experts apart; what the layer does not have is empty.
+template <class Layer>  // LayerWeights or const LayerWeights
+auto matrices(Layer& layer) {
+  return std::array{&layer.attn.wq_a,
+                    &layer.attn.wq_b,
+                    &layer.attn.wkv,
+                    &layer.attn.wo_a,
+                    &layer.attn.wo_b,
+                    &layer.attn.compressor.wkv,
+                    &layer.attn.compressor.wgate,
+                    &layer.attn.indexer.wq_b,
+                    &layer.attn.indexer.weights_proj,
+                    &layer.attn.indexer.wk,
+                    &layer.moe.gate,
+                    &layer.engram.wkv};
+}
 
 // The drafter; embedding and head are the model's.
 struct DraftWeights {
