@@ -177,6 +177,17 @@ OpCost cost(const TopLogitsArgs& args) {
   return {sum_bytes({&args.logits, &args.value, &args.id, &args.mass}), 0};
 }
 
+OpCost cost(const DenseArgs& args) {
+  return {sum_bytes({&args.x, &args.bias, &args.residual, &args.y}) +
+              static_cast<double>(weight_bytes(args.weight)),
+          2.0 * static_cast<double>(args.x.dim(0) * args.weight.out * args.weight.in)};
+}
+
+OpCost cost(const DenseAttendArgs& args) {
+  return {sum_bytes({&args.qkv, &args.rope, &args.o}),
+          4.0 * static_cast<double>(args.o.dim(0) * args.o.shape.elements())};
+}
+
 std::string budget_name(std::string_view op, const LinearArgs& args) {
   std::string name = fmt::format("{} {}", op, args.x.dim(1));
   for (size_t i = 0; i < args.targets.size(); ++i) {

@@ -38,6 +38,8 @@ OpCost cost(const EngramInjectArgs& args);
 OpCost cost(const HeadArgs& args);
 OpCost cost(const DraftHeadArgs& args);
 OpCost cost(const TopLogitsArgs& args);
+OpCost cost(const DenseArgs& args);
+OpCost cost(const DenseAttendArgs& args);
 
 // Values and scales.
 int64_t weight_bytes(const Weight& weight);

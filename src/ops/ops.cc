@@ -84,6 +84,9 @@ Status embed(OpContext& ctx, const EmbedArgs& args) {
       .weight("weight", args.weight, args.weight.out, d)
       .that(args.weight.format == WeightFormat::kBF16 || args.weight.format == WeightFormat::kF32,
             "a BF16 or F32 embedding");
+  if (!args.images.empty()) {
+    check.act("images", args.images, args.x.dtype, {args.images.dim(0), d});
+  }
   CACHALOT_RETURN_IF_ERROR(check.status());
   return t == 0 ? Status() : dispatch(ctx, "embed", &KernelSet::embed, args);
 }
@@ -429,6 +432,42 @@ Status top_logits(OpContext& ctx, const TopLogitsArgs& args) {
       .that(k >= 1 && k <= kMostTopLogits, "1 <= k <= 1024");
   CACHALOT_RETURN_IF_ERROR(check.status());
   return n == 0 ? Status() : dispatch(ctx, "top_logits", &KernelSet::top_logits, args);
+}
+
+Status dense(OpContext& ctx, const DenseArgs& args) {
+  ArgCheck check("dense");
+  check.that(args.x.shape.rank == 2 && is_act(args.x.dtype), "x of rank 2, BF16 or F32");
+  CACHALOT_RETURN_IF_ERROR(check.status());
+  const int64_t n = args.x.dim(0), out = args.weight.out;
+  const bool pairs = args.function == DenseFunction::kSwiglu;
+  const Shape shape{n, pairs ? out / 2 : out};
+  check.weight("weight", args.weight, out, args.x.dim(1))
+      .that(args.weight.format == WeightFormat::kBF16 || args.weight.format == WeightFormat::kF32,
+            "a BF16 or F32 weight")
+      .that(!pairs || out % 2 == 0, "gates and ups")
+      .act("y", args.y, args.x.dtype, shape);
+  if (!args.bias.empty()) {
+    check.tensor("bias", args.bias, kParam, {out});
+  }
+  if (!args.residual.empty()) {
+    check.act("residual", args.residual, args.x.dtype, shape);
+  }
+  CACHALOT_RETURN_IF_ERROR(check.status());
+  return n == 0 ? Status() : dispatch(ctx, "dense", &KernelSet::dense, args);
+}
+
+Status dense_attend(OpContext& ctx, const DenseAttendArgs& args) {
+  ArgCheck check("dense_attend");
+  check.that(args.o.shape.rank == 2 && is_act(args.o.dtype), "o of rank 2, BF16 or F32")
+      .that(args.heads >= 1, "at least one head");
+  CACHALOT_RETURN_IF_ERROR(check.status());
+  const int64_t n = args.o.dim(0), width = args.o.dim(1);
+  check.that(width % (2 * args.heads) == 0, "heads of an even width")
+      .act("o", args.o, args.o.dtype, args.o.shape)
+      .act("qkv", args.qkv, args.o.dtype, {n, 3 * width})
+      .tensor("rope", args.rope, {DType::kF32}, {n, width / args.heads / 2, 2});
+  CACHALOT_RETURN_IF_ERROR(check.status());
+  return n == 0 ? Status() : dispatch(ctx, "dense_attend", &KernelSet::dense_attend, args);
 }
 
 }  // namespace cachalot::ops

@@ -36,9 +36,10 @@ struct RopeTableArgs {
 
 // Token rows, copied into M identical streams. ----------------------------------------------------
 struct EmbedArgs {
-  TensorView token;  // [T] i32, each in [0, V)
-  Weight weight;     // [V, D]
-  TensorView x;      // out [T, M, D] act
+  TensorView token;   // [T] i32, each in [0, V), or -1 - i for row i of `images`
+  Weight weight;      // [V, D]
+  TensorView images;  // [I, D] act; empty: no row is of an image
+  TensorView x;       // out [T, M, D] act
 };
 [[nodiscard]] Status embed(OpContext& ctx, const EmbedArgs& args);
 
@@ -328,5 +329,35 @@ struct TopLogitsArgs {
 };
 constexpr int64_t kMostTopLogits = 1024;
 [[nodiscard]] Status top_logits(OpContext& ctx, const TopLogitsArgs& args);
+
+// The image encoder. Its ops run in host memory, whatever backend a step has: they have no kernels
+// for devices. ------------------------------------------------------------------------------------
+
+// y = residual + f(x W^T + bias). BF16 rounds the biased product, f of it, and the sum.
+enum class DenseFunction : uint8_t {
+  kIdentity,
+  kGelu,    // x Phi(x), with the error function
+  kSwiglu,  // of gates (the first half of the outputs) and ups: silu(gate), rounded, times up
+};
+struct DenseArgs {
+  TensorView x;     // [N, in] act
+  Weight weight;    // [out, in] bf16|f32
+  TensorView bias;  // [out] bf16|f32; empty: none
+  DenseFunction function = DenseFunction::kIdentity;
+  TensorView residual;  // [N, width] act; empty: none
+  TensorView y;  // out [N, width] act, width = out or, of kSwiglu, out / 2; may alias residual
+};
+[[nodiscard]] Status dense(OpContext& ctx, const DenseArgs& args);
+
+// Attention of every row to all rows, per head of K: softmax(q k^T K^-1/2) v, where q and k are
+// rotated in pairs (i, i + K/2) and rounded. Official rounding as in attend(): blocks of 64 rows,
+// their probabilities rounded.
+struct DenseAttendArgs {
+  TensorView qkv;     // [N, 3 H K] act: q of all heads, k, v
+  TensorView rope;    // [N, K/2, 2] f32: cos, sin
+  int64_t heads = 0;  // H
+  TensorView o;       // out [N, H K] act
+};
+[[nodiscard]] Status dense_attend(OpContext& ctx, const DenseAttendArgs& args);
 
 }  // namespace cachalot::ops

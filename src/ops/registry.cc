@@ -52,6 +52,8 @@ std::vector<KernelName> kernel_names(Backend backend) {
   add_names(names, "head", set.head);
   add_names(names, "draft_head", set.draft_head);
   add_names(names, "top_logits", set.top_logits);
+  add_names(names, "dense", set.dense);
+  add_names(names, "dense_attend", set.dense_attend);
   return names;
 }
 

@@ -42,6 +42,8 @@ struct KernelSet {
   std::vector<Kernel<HeadArgs>> head;
   std::vector<Kernel<DraftHeadArgs>> draft_head;
   std::vector<Kernel<TopLogitsArgs>> top_logits;
+  std::vector<Kernel<DenseArgs>> dense;
+  std::vector<Kernel<DenseAttendArgs>> dense_attend;
 };
 
 const KernelSet& ref_kernels();

@@ -174,12 +174,22 @@ TEST(CpuEmbed, MatchesRef) {
       for (int64_t i = 0; i < 11; ++i) {
         token.view().as<int32_t>()[i] = static_cast<int32_t>(random.integer(0, 50));
       }
-      const auto run = [&](OpContext& ctx) {
+      const auto run = [&](OpContext& ctx, const TensorView& images) {
         Buffer x(act, {11, 4, 72});
-        EXPECT_TRUE(embed(ctx, {.token = token.view(), .weight = w.view(), .x = x.view()}).ok());
+        EXPECT_TRUE(
+            embed(ctx, {.token = token.view(), .weight = w.view(), .images = images, .x = x.view()})
+                .ok());
         return x;
       };
-      EXPECT_TRUE(same_bits(run(test::cpu()), run(test::ref())));
+      EXPECT_TRUE(same_bits(run(test::cpu(), {}), run(test::ref(), {})));
+      // Rows of images, in any order.
+      token.view().as<int32_t>()[4] = -2;
+      token.view().as<int32_t>()[9] = -1;
+      const Buffer images = random.activations(act, {2, 72});
+      const Buffer got = run(test::cpu(), images.view());
+      EXPECT_TRUE(same_bits(got, run(test::ref(), images.view())));
+      EXPECT_EQ(got.at((9 * 4 + 3) * 72 + 71), images.at(71));
+      EXPECT_EQ(got.at(4 * 4 * 72), images.at(72));
     }
   }
 }

@@ -44,14 +44,17 @@ TEST_F(CudaStreams, Embed) {
     for (WeightFormat format : {WeightFormat::kBF16, WeightFormat::kF32}) {
       for (int64_t d : {20, 256, 5120}) {
         const auto weight = test::random_weight(random, format, 50, d, 0.1);
-        Buffer token(DType::kI32, {4});
-        const int32_t ids[] = {0, 49, 7, 7};
-        std::copy_n(ids, 4, ints(token));
+        const Buffer images = random.activations(act, {2, d});
+        Buffer token(DType::kI32, {6});
+        const int32_t ids[] = {0, 49, -2, 7, 7, -1};  // negative: rows of images
+        std::copy_n(ids, 6, ints(token));
         const auto both = on_both([&](Side& side) {
-          Buffer x(act, {4, 3, d});
-          side.finish(
-              embed(side.ctx(),
-                    {.token = side.in(token), .weight = side.weight(weight), .x = side.out(x)}));
+          Buffer x(act, {6, 3, d});
+          side.finish(embed(side.ctx(),
+                            {.token = side.in(token),
+                             .weight = side.weight(weight),
+                             .images = side.in(images),
+                             .x = side.out(x)}));
           return x;
         });
         EXPECT_TRUE(same_bits(both.got, both.want));
@@ -69,8 +72,9 @@ TEST_F(CudaStreams, EmbedTakesForeignIdsAsZeros) {
   std::copy_n(ids, 3, ints(token));
   Side side(Side::Kind::kCuda);
   Buffer x(DType::kBF16, {3, 2, 64});
-  side.finish(embed(side.ctx(),
-                    {.token = side.in(token), .weight = side.weight(weight), .x = side.out(x)}));
+  side.finish(embed(
+      side.ctx(),
+      {.token = side.in(token), .weight = side.weight(weight), .images = {}, .x = side.out(x)}));
   for (int64_t i = 0; i < 2 * 2 * 64; ++i) {
     EXPECT_EQ(x.at(i), 0.0f);
   }

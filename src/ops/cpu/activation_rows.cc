@@ -31,6 +31,15 @@ void swiglu_row(
   }
 }
 
+void silu_product_row(const float* gate, const float* up, int64_t n, DType act, float* h) {
+  for (int64_t i = 0; i < n; i += kLanes) {
+    const auto g = rounded(load_at(gate, i, n), act);
+    const auto u = rounded(load_at(up, i, n), act);
+    const auto silu = rounded(hn::Mul(g, logistic(g)), act);
+    store_at(rounded(hn::Mul(silu, u), act), h, i, n);
+  }
+}
+
 void add_rounded(const float* values, int64_t n, DType act, float* sum) {
   for (int64_t i = 0; i < n; i += kLanes) {
     store_at(hn::Add(load_at(sum, i, n), rounded(load_at(values, i, n), act)), sum, i, n);
@@ -150,6 +159,7 @@ HWY_AFTER_NAMESPACE();
 namespace cachalot::ops::cpu {
 
 HWY_EXPORT(swiglu_row);
+HWY_EXPORT(silu_product_row);
 HWY_EXPORT(add_rounded);
 HWY_EXPORT(pool_pair);
 HWY_EXPORT(router_scores);
@@ -160,6 +170,9 @@ HWY_EXPORT(exp_mass);
 void swiglu_row(
     const float* gate, const float* up, int64_t n, float limit, float weight, DType act, float* h) {
   HWY_DYNAMIC_DISPATCH(swiglu_row)(gate, up, n, limit, weight, act, h);
+}
+void silu_product_row(const float* gate, const float* up, int64_t n, DType act, float* h) {
+  HWY_DYNAMIC_DISPATCH(silu_product_row)(gate, up, n, act, h);
 }
 void add_rounded(const float* values, int64_t n, DType act, float* sum) {
   HWY_DYNAMIC_DISPATCH(add_rounded)(values, n, act, sum);

@@ -127,7 +127,7 @@ class Attention {
     float* o = memory + key_floats();
     const int64_t n = list_keys(row, entries, keys);
     const HeadGroup heads = {q, args_.sink.as<float>() + head, count, k_, act};
-    attend_heads(heads, keys, n, o, o + count * depth);
+    attend_heads(heads, keys, keys, n, o, o + count * depth);
     for (int64_t h = 0; h < count; ++h) {
       float* out = o + h * depth;
       round_row(out, k_, act);

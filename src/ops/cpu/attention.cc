@@ -70,12 +70,12 @@ constexpr ScoreTile kScoreTiles[4][3] = {
     {score_tile<4, 1>, score_tile<4, 2>, score_tile<4, 3>},
 };
 
-// o_h = o_h * rescale_h + sum_j p_hj key_j over one block, for kVecs vectors of channels from
+// o_h = o_h * rescale_h + sum_j p_hj value_j over one block, for kVecs vectors of channels from
 // `offset`.
 template <int kRows, int kVecs>
 HWY_NOINLINE void value_tile(const float* p,
                              const float* rescale,
-                             const float* const* keys,
+                             const float* const* values,
                              int64_t count,
                              int64_t offset,
                              int64_t depth,
@@ -90,11 +90,11 @@ HWY_NOINLINE void value_tile(const float* p,
     }
   }
   for (int64_t j = 0; j < count; ++j) {
-    const float* key = keys[j] + offset;
+    const float* channels = values[j] + offset;
     Vec value[kVecs];
     CACHALOT_UNROLL
     for (int v = 0; v < kVecs; ++v) {
-      value[v] = load_vec(key + v * kLanes);
+      value[v] = load_vec(channels + v * kLanes);
     }
     CACHALOT_UNROLL
     for (int r = 0; r < kRows; ++r) {
@@ -157,8 +157,12 @@ float softmax_block(float* scores, int64_t count, DType act, HeadState& state) {
   return rescale;
 }
 
-void attend_heads(
-    const HeadGroup& group, const float* const* keys, int64_t count, float* o, float* work) {
+void attend_heads(const HeadGroup& group,
+                  const float* const* keys,
+                  const float* const* values,
+                  int64_t count,
+                  float* o,
+                  float* work) {
   const int64_t depth = padded(group.k), heads = group.heads;
   const float scale = 1.0f / std::sqrt(static_cast<float>(group.k));
   float* p = work;
@@ -186,7 +190,7 @@ void attend_heads(
       const int64_t vecs = std::min(kTile, depth - i) / kLanes;
       for (int64_t h = 0; h < heads; h += 4) {
         kValueTiles[std::min<int64_t>(4, heads - h) - 1][vecs - 1](
-            p + h * kKeyBlock, rescale + h, block, n, i, depth, o + h * depth);
+            p + h * kKeyBlock, rescale + h, values + begin, n, i, depth, o + h * depth);
       }
     }
   }
@@ -311,9 +315,13 @@ int64_t attend_work_floats(int64_t heads) {
   return heads * (64 + 1 + 2);
 }
 
-void attend_heads(
-    const HeadGroup& group, const float* const* keys, int64_t count, float* o, float* work) {
-  HWY_DYNAMIC_DISPATCH(attend_heads)(group, keys, count, o, work);
+void attend_heads(const HeadGroup& group,
+                  const float* const* keys,
+                  const float* const* values,
+                  int64_t count,
+                  float* o,
+                  float* work) {
+  HWY_DYNAMIC_DISPATCH(attend_heads)(group, keys, values, count, o, work);
 }
 void score_entries(const IndexQueries& queries,
                    const uint8_t* const* entries,

@@ -27,6 +27,8 @@ const KernelSet& cpu_kernels() {
       .head = {{"simd", cpu::head}},
       .draft_head = {{"simd", cpu::draft_head}},
       .top_logits = {{"simd", cpu::top_logits}},
+      .dense = {{"simd", cpu::dense}},
+      .dense_attend = {{"simd", cpu::dense_attend}},
   };
   return set;
 }

@@ -26,5 +26,7 @@ Status engram_inject(OpContext& ctx, const EngramInjectArgs& args);
 Status head(OpContext& ctx, const HeadArgs& args);
 Status draft_head(OpContext& ctx, const DraftHeadArgs& args);
 Status top_logits(OpContext& ctx, const TopLogitsArgs& args);
+Status dense(OpContext& ctx, const DenseArgs& args);
+Status dense_attend(OpContext& ctx, const DenseAttendArgs& args);
 
 }  // namespace cachalot::ops::cpu

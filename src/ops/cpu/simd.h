@@ -94,6 +94,8 @@ void site_coefficients(const SiteCoefficients& site,
 // is rounded to act.
 void swiglu_row(
     const float* gate, const float* up, int64_t n, float limit, float weight, DType act, float* h);
+// h = silu(gate) * up; gate, up, silu(gate) and h are rounded to act. h may be gate.
+void silu_product_row(const float* gate, const float* up, int64_t n, DType act, float* h);
 // sum += values rounded to act.
 void add_rounded(const float* values, int64_t n, DType act, float* sum);
 
@@ -166,10 +168,10 @@ void decode_weight_row(const Weight& weight, int64_t row, float* out);
 
 // Attention --------------------------------------------------------------------------------------
 
-// Softmax attention of `heads` queries (rows padded(k) apart) over `count` keys, which are also the
-// values, in blocks of 64 keys. With act = BF16 the unnormalized probabilities are rounded to BF16.
-// o: rows padded(k) apart, already divided by the denominator; zeros without keys. work: see
-// attend_work_floats.
+// Softmax attention of `heads` queries (rows padded(k) apart) over `count` keys and their values,
+// which may be the keys, in blocks of 64 keys. With act = BF16 the unnormalized probabilities are
+// rounded to BF16. o: rows padded(k) apart, already divided by the denominator; zeros without keys.
+// work: see attend_work_floats.
 struct HeadGroup {
   const float* q = nullptr;
   const float* sink = nullptr;
@@ -178,8 +180,12 @@ struct HeadGroup {
   DType act = DType::kF32;
 };
 int64_t attend_work_floats(int64_t heads);
-void attend_heads(
-    const HeadGroup& group, const float* const* keys, int64_t count, float* o, float* work);
+void attend_heads(const HeadGroup& group,
+                  const float* const* keys,
+                  const float* const* values,
+                  int64_t count,
+                  float* o,
+                  float* work);
 
 // Index ------------------------------------------------------------------------------------------
 

@@ -38,15 +38,13 @@ void expanded_row(const TensorView& x, const Pending& pending, int64_t t, float*
 
 Status embed(OpContext& ctx, const EmbedArgs& args) {
   const int64_t m = args.x.dim(1), d = args.x.dim(2);
-  const bool bf16_table = args.weight.format == WeightFormat::kBF16;
-  const int64_t bytes = bf16_table ? 2 : 4;
-  const auto* table = static_cast<const uint8_t*>(args.weight.values.data);
   Scratch scratch(ctx);
   parallel_rows(
       ctx, scratch, args.x.dim(0), padded(d), [&](int64_t begin, int64_t end, float* row) {
         for (int64_t t = begin; t < end; ++t) {
-          const void* source = table + args.token.as<int32_t>()[t] * d * bytes;
-          load_row(source, bf16_table ? DType::kBF16 : DType::kF32, d, row);
+          const int32_t token = args.token.as<int32_t>()[t];
+          const TensorView& source = token < 0 ? args.images : args.weight.values;
+          load_row(row_of(source, token < 0 ? -1 - token : token), source.dtype, d, row);
           for (int64_t j = 0; j < m; ++j) {
             auto* target =
                 static_cast<uint8_t*>(args.x.data) + (t * m + j) * d * dtype_bytes(args.x.dtype);

@@ -1,9 +1,9 @@
-// Token embedding: x[t, m, :] = weight[token[t]] for every stream m.
+// Token embedding: x[t, m, :] = weight[token[t]], or images[-1 - token[t]], for every stream m.
 //
-// in   token [T] i32, weight [V, D] bf16|f32        out  x [T, M, D] act
+// in   token [T] i32, weight [V, D] bf16|f32, images [I, D] act        out  x [T, M, D] act
 // One block per token, 16 bytes per thread and step where D allows it; no shared memory.
-// Bytes: D reads and M D writes per token. Ids outside [0, V), which only padding rows have, give
-// zero rows: nothing outside the table is read.
+// Bytes: D reads and M D writes per token. Ids outside [-I, V), which only padding rows have, give
+// zero rows: nothing outside the tables is read.
 #include "ops/cuda/kernels.h"
 #include "ops/cuda/launch.cuh"
 
@@ -13,16 +13,23 @@ namespace {
 constexpr int kThreads = 256;
 
 template <class Act, class W, int kVector>
-__global__ void __launch_bounds__(kThreads) embed_kernel(
-    const int32_t* token, const W* weight, Act* x, int64_t vocabulary, int64_t m, int64_t d) {
+__global__ void __launch_bounds__(kThreads) embed_kernel(const int32_t* token,
+                                                         const W* weight,
+                                                         int64_t vocabulary,
+                                                         const Act* images,
+                                                         int64_t image_rows,
+                                                         Act* x,
+                                                         int64_t m,
+                                                         int64_t d) {
   allow_next_kernel();
   wait_for_previous_kernels();
   const int64_t id = token[blockIdx.x];
-  const bool known = id >= 0 && id < vocabulary;
   for (int64_t i = threadIdx.x * kVector; i < d; i += kThreads * kVector) {
     float v[kVector] = {};
-    if (known) {
+    if (id >= 0 && id < vocabulary) {
       load_elements<kVector>(weight + id * d + i, v);
+    } else if (id < 0 && -1 - id < image_rows) {
+      load_elements<kVector>(images + (-1 - id) * d + i, v);
     }
     for (int64_t j = 0; j < m; ++j) {
       store_elements<kVector>(x + (blockIdx.x * m + j) * d + i, v);
@@ -41,8 +48,10 @@ Status run(OpContext& ctx, const EmbedArgs& args) {
                 0,
                 args.token.as<int32_t>(),
                 static_cast<const W*>(args.weight.values.data),
-                static_cast<Act*>(args.x.data),
                 args.weight.out,
+                static_cast<const Act*>(args.images.data),
+                args.images.empty() ? 0 : args.images.dim(0),
+                static_cast<Act*>(args.x.data),
                 m,
                 d);
 }

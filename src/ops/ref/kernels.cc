@@ -27,6 +27,8 @@ const KernelSet& ref_kernels() {
       .head = {{"loops", ref::head}},
       .draft_head = {{"loops", ref::draft_head}},
       .top_logits = {{"loops", ref::top_logits}},
+      .dense = {{"loops", ref::dense}},
+      .dense_attend = {{"loops", ref::dense_attend}},
   };
   return set;
 }

@@ -92,7 +92,9 @@ void sinkhorn(std::vector<double>& c, int64_t m, double eps, int iters) {
 Status embed(OpContext&, const EmbedArgs& args) {
   const int64_t t = args.x.dim(0), m = args.x.dim(1), d = args.x.dim(2);
   for (int64_t row = 0; row < t; ++row) {
-    const std::vector<float> values = weight_row(args.weight, args.token.as<int32_t>()[row]);
+    const int32_t token = args.token.as<int32_t>()[row];
+    const std::vector<float> values =
+        token < 0 ? input_row(args.images, -1 - token, false) : weight_row(args.weight, token);
     for (int64_t j = 0; j < m; ++j) {
       for (int64_t i = 0; i < d; ++i) {
         store(args.x, (row * m + j) * d + i, values[static_cast<size_t>(i)]);
