@@ -90,7 +90,8 @@ void add_synth(CLI::App& app, Action& action) {
   auto flags = std::make_shared<SynthFlags>();
   CLI::App* command = app.add_subcommand("synth", "Write a checkpoint with random weights");
   auto* source = command->add_option_group("model");
-  source->add_option("--preset", flags->preset, "t1, micro, nano, bench-s, v41-flash or v41-slice");
+  source->add_option(
+      "--preset", flags->preset, "t1, t1-vision, micro, nano, bench-s, v41-flash or v41-slice");
   source->add_option("--config", flags->config, "A config.json");
   source->require_option(1);
   command->add_option("--seed", flags->seed, "Same seed, same bytes")->capture_default_str();

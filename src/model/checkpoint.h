@@ -46,7 +46,7 @@ class Checkpoint {
   const std::string& directory() const { return directory_; }
   const ModelConfig& config() const { return config_; }
   const ModelWeights& weights() const { return weights_; }
-  // All weights in checkpoint order, with those that ModelWeights does not hold.
+  // All weights in checkpoint order.
   const std::vector<WeightSpec>& table() const { return table_; }
   // A stored tensor by its name, which must exist. Aligned to its element size: a tensor that lies
   // misaligned in its file was copied when the checkpoint was opened.

@@ -123,8 +123,8 @@ Status derive_engram_rows(ModelConfig& config);
 // The nested official spelling, readable by parse_config().
 std::string config_to_json(const ModelConfig& config);
 
-// A named preset ("t1", "micro", "nano", "bench-s", "v41-flash", "v41-slice"); the error lists the
-// names. Every preset is valid.
+// A named preset ("t1", "t1-vision", "micro", "nano", "bench-s", "v41-flash", "v41-slice"); the
+// error lists the names. Every preset is valid.
 Result<ModelConfig> preset_config(std::string_view name);
 
 // Applies "key=value" to a config by its official key: integers, numbers, and lists as "[1, 2]";

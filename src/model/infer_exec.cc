@@ -31,7 +31,7 @@ InferExec::InferExec(const Model& model,
                      bool steady)
     : model_(model),
       ctx_(context),
-      act_(precision == Precision::kOfficial ? DType::kBF16 : DType::kF32),
+      act_(activation_dtype(precision)),
       device_(device),
       host_rows_(host_rows),
       memory_(memory),
@@ -116,6 +116,7 @@ InferExec::Bound InferExec::bind(const StepPlan& plan, StepArrays& arrays) {
                        .start = arrays.add(plan.start),
                        .is_image = arrays.add(plan.is_image)},
               .token = arrays.add(plan.token),
+              .images = {},
               .window_rope = {},
               .compressed_rope = {},
               .logit_rows = arrays.add(plan.logit_rows),
@@ -123,6 +124,12 @@ InferExec::Bound InferExec::bind(const StepPlan& plan, StepArrays& arrays) {
               .mean_pre = {},
               .windows = {},
               .sources = {}};
+  if (!plan.image_rows.empty()) {
+    bound.images = arrays.add(plan.image_rows);
+    const int64_t row_bytes = c.hidden_size * dtype_bytes(act_);
+    bound.images.dtype = act_;
+    bound.images.shape = {bound.images.dim(0) / row_bytes, c.hidden_size};
+  }
   const auto view = [&](int32_t member) -> const ops::SequenceView& {
     return *sequences_[static_cast<size_t>(member)].view;
   };
@@ -306,7 +313,7 @@ void InferExec::observe_ffn(const LayerSpec& layer, StreamVar& stream) {
 TensorView InferExec::embed(const ops::Weight& weight) {
   const Var x = make(act_, {now_->rows.rows, model_.config.hc_mult, model_.config.hidden_size});
   if (!skips()) {
-    run(ops::embed(ctx_, {.token = now_->token, .weight = weight, .x = x}));
+    run(ops::embed(ctx_, {.token = now_->token, .weight = weight, .images = now_->images, .x = x}));
   }
   observe(now_->plan->kind == StepKind::kDraft ? "mtp.embed" : "embed", x);
   return x;

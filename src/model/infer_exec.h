@@ -33,8 +33,9 @@ struct StepPlan {
   StepKind kind = StepKind::kTarget;
   int64_t rows = 0;
   std::vector<int32_t> member, first;
-  std::vector<int32_t> token, position, sequence, row_begin, start, floor;
+  std::vector<int32_t> token, position, sequence, row_begin, start, floor;  // token: see EmbedArgs
   std::vector<uint8_t> is_image;
+  std::vector<uint8_t> image_rows;  // [I, D] act, of the plan that is embedded
   std::vector<int32_t> logit_rows;
   std::vector<int32_t> classes;  // look-back and rows, see EngramHashArgs
   struct Groups {
@@ -153,6 +154,7 @@ class InferExec {
     const StepPlan* plan;
     ops::StepRows rows;
     Var token;
+    Var images;  // [I, D]
     Var window_rope, compressed_rope;
     Var logit_rows;
     Var classes;

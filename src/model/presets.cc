@@ -157,6 +157,22 @@ ModelConfig t1() {
   return c;
 }
 
+// t1 that sees: patches of 4 pixels, cells of 12, three small blocks of odd widths.
+ModelConfig t1_vision() {
+  ModelConfig c = t1();
+  c.image_token_id = 321;  // of the byte-level tokenizer of 512 entries
+  c.vision = {.num_hidden_layers = 3,
+              .hidden_size = 48,
+              .num_attention_heads = 3,
+              .intermediate_size = 72,
+              .patch_size = 4,
+              .downsample_ratio = 3,
+              .max_image_tokens = 64,
+              .min_pixels = 576,
+              .rope_theta = 10000};
+  return c;
+}
+
 // For training on two cores. Engram rows are 32 wide: one scale block.
 ModelConfig micro() {
   ModelConfig c = family();
@@ -293,6 +309,7 @@ struct Preset {
 };
 constexpr Preset kPresets[] = {
     {"t1", t1},
+    {"t1-vision", t1_vision},
     {"micro", micro},
     {"nano", nano},
     {"bench-s", bench_s},

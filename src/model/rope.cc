@@ -25,6 +25,11 @@ std::vector<float> window_frequencies(const ModelConfig& config) {
   return to_float(plain_frequencies(config.rope_theta, config.qk_rope_head_dim));
 }
 
+std::vector<float> vision_frequencies(const VisionConfig& config) {
+  const int64_t head_dim = config.hidden_size / config.num_attention_heads;
+  return to_float(plain_frequencies(config.rope_theta, head_dim / 2));
+}
+
 std::vector<float> compressed_frequencies(const ModelConfig& config) {
   const double base = config.compress_rope_theta;
   const auto rotary = static_cast<double>(config.qk_rope_head_dim);

@@ -13,5 +13,7 @@ namespace cachalot::model {
 // attention factor. Source: official reference, model.py (precompute_freqs_cis).
 std::vector<float> window_frequencies(const ModelConfig& config);
 std::vector<float> compressed_frequencies(const ModelConfig& config);
+// Of each of the two axes of an image, [head dim / 4].
+std::vector<float> vision_frequencies(const VisionConfig& config);
 
 }  // namespace cachalot::model

@@ -12,8 +12,14 @@
 namespace cachalot::model {
 namespace {
 
+bool is_image(std::span<const uint8_t> image, size_t i) {
+  return !image.empty() && image[i] != 0;
+}
+
 // Refuses what an op could not: ids outside of the vocabulary, positions beyond the context.
-Status check_sequence(const ModelConfig& config, const StepSequence& sequence) {
+Status check_sequence(const ModelConfig& config,
+                      Precision precision,
+                      const StepSequence& sequence) {
   const auto n = static_cast<int64_t>(sequence.tokens.size());
   if (n == 0) {
     return invalid("a step sequence has no tokens");
@@ -25,6 +31,17 @@ Status check_sequence(const ModelConfig& config, const StepSequence& sequence) {
                  sequence.replay.decoder_from);
   if (!sequence.image.empty() && sequence.image.size() != sequence.tokens.size()) {
     return invalid("the image mask has {} entries for {} tokens", sequence.image.size(), n);
+  }
+  const int64_t images = std::ranges::count_if(sequence.image, [](uint8_t i) { return i != 0; });
+  const TensorView& rows = sequence.image_rows;
+  if (images != (rows.empty() ? 0 : rows.dim(0)) ||
+      (images > 0 && (rows.shape != Shape{images, config.hidden_size} ||
+                      rows.dtype != activation_dtype(precision) || rows.device != Device::kCpu))) {
+    return invalid("the image rows are {} {} for {} image positions of width {}",
+                   dtype_name(rows.dtype),
+                   to_string(rows.shape),
+                   images,
+                   config.hidden_size);
   }
   if (sequence.view->length + n > config.max_position_embeddings) {
     return error(Code::kOutOfRange,
@@ -89,6 +106,7 @@ StepPlan make_plan(const Model& model,
       plan.groups[layer.ratio];
     }
   }
+  int32_t image_row = 0;
   for (size_t s = 0; s < sequences.size(); ++s) {
     const StepSequence& sequence = sequences[s];
     const auto n = static_cast<int64_t>(sequence.tokens.size());
@@ -111,7 +129,7 @@ StepPlan make_plan(const Model& model,
     }
     for (int64_t i = 0; i < n; ++i) {
       const int32_t token = sequence.tokens[static_cast<size_t>(i)];
-      const bool image = !sequence.image.empty() && sequence.image[static_cast<size_t>(i)] != 0;
+      const bool image = is_image(sequence.image, static_cast<size_t>(i));
       if (!model.engram.empty()) {
         classes.push_back(image ? -1 : model.token_class[static_cast<size_t>(token)]);
       }
@@ -120,7 +138,7 @@ StepPlan make_plan(const Model& model,
       }
       const int64_t p = start + i;
       const auto row = static_cast<int32_t>(plan.rows);
-      plan.token.push_back(token);
+      plan.token.push_back(image ? -1 - image_row++ : token);
       plan.position.push_back(static_cast<int32_t>(p));
       plan.sequence.push_back(member);
       plan.is_image.push_back(image ? 1 : 0);
@@ -140,6 +158,10 @@ StepPlan make_plan(const Model& model,
     }
     plan.classes.insert(
         plan.classes.end(), classes.begin() + (classes.empty() ? 0 : first), classes.end());
+    if (!decoder && !sequence.image_rows.empty()) {
+      const auto* rows = static_cast<const uint8_t*>(sequence.image_rows.data);
+      plan.image_rows.insert(plan.image_rows.end(), rows, rows + sequence.image_rows.bytes());
+    }
   }
   plan.row_begin.push_back(static_cast<int32_t>(plan.rows));
   CACHALOT_CHECK(plan.rows <= std::numeric_limits<int32_t>::max(), plan.rows, c.vocab_size);
@@ -175,14 +197,19 @@ constexpr size_t kMostGraphs = 64;
 
 }  // namespace
 
-std::vector<int32_t> engram_lookback(const Model& model, std::span<const int32_t> tokens) {
+std::vector<int32_t> engram_lookback(const Model& model,
+                                     std::span<const int32_t> tokens,
+                                     std::span<const uint8_t> image) {
+  CACHALOT_CHECK(image.empty() || image.size() == tokens.size(), image.size(), tokens.size());
   if (model.engram.empty()) {
     return {};
   }
   const auto back = static_cast<size_t>(model.config.engram_max_ngram_size - 1);
   std::vector<int32_t> classes(back, -1);
   for (size_t i = 0; i < std::min(back, tokens.size()); ++i) {
-    classes[back - 1 - i] = model.token_class[static_cast<size_t>(tokens[tokens.size() - 1 - i])];
+    const size_t last = tokens.size() - 1 - i;
+    classes[back - 1 - i] =
+        is_image(image, last) ? -1 : model.token_class[static_cast<size_t>(tokens[last])];
   }
   return classes;
 }
@@ -214,7 +241,7 @@ struct StepRunner::State {
   // Whether the launches of a step with these plans are worth recording.
   bool records(const StepPlan& encoder, const StepPlan& decoder, const Observer* observer) const {
     return context.backend == ops::Backend::kCuda && observer == nullptr &&
-           context.timer == nullptr && is_steady(encoder, decoder);
+           context.timer == nullptr && is_steady(encoder, decoder) && encoder.image_rows.empty();
   }
 
   // Calls `body`, which runs a step of `of`: op by op when its shape is new. The second time the
@@ -303,7 +330,7 @@ Result<TensorView> StepRunner::run(std::span<const StepSequence> sequences,
   State& s = *state_;
   s.exec.reset();
   for (const StepSequence& sequence : sequences) {
-    CACHALOT_RETURN_IF_ERROR(check_sequence(s.model.config, sequence));
+    CACHALOT_RETURN_IF_ERROR(check_sequence(s.model.config, s.precision, sequence));
   }
   s.restart(sequences);
   const bool extends = have_draft_rings(s.model, s.sequences) && draft_context;
@@ -379,7 +406,7 @@ Status StepRunner::draft(std::span<const StepSequence> sequences, Observer* obse
   State& s = *state_;
   s.restart(sequences);
   for (const StepSequence& sequence : sequences) {
-    CACHALOT_RETURN_IF_ERROR(check_sequence(s.model.config, sequence));
+    CACHALOT_RETURN_IF_ERROR(check_sequence(s.model.config, s.precision, sequence));
     CACHALOT_CHECK(sequence.tokens.size() == 1, sequence.tokens.size());
     CACHALOT_CHECK(
         sequence.draft_from <= sequence.view->length, sequence.draft_from, sequence.view->length);

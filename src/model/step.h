@@ -19,6 +19,10 @@ enum class Precision : uint8_t {
   kF32,       // neither; the cache formats stay
 };
 
+inline DType activation_dtype(Precision precision) {
+  return precision == Precision::kOfficial ? DType::kBF16 : DType::kF32;
+}
+
 // What a bounded replay leaves out of a request's past (docs/caching.md). It is part of the
 // request: the same in every step.
 struct Replay {
@@ -36,16 +40,22 @@ struct StepSequence {
   ops::SequenceView* view = nullptr;  // rows from view->length on are new
   std::span<const int32_t> tokens;    // ids in [0, V), at least one
   std::span<const uint8_t> image;     // 1: row of an image span; empty: none are
-  bool all_logits = false;            // logits of every row, else of the last one only
-  bool no_logits = false;             // none (a prefill chunk before the last)
+  // What the rows of image spans are embedded as instead of their tokens: the same part of what
+  // VisionTower::encode() gave, [count of image rows, D] in the activation dtype, host memory. A
+  // span may be cut across steps anywhere.
+  TensorView image_rows;
+  bool all_logits = false;  // logits of every row, else of the last one only
+  bool no_logits = false;   // none (a prefill chunk before the last)
   Replay replay;
   // Of a draft: the steps that ran the positions below left the draft context alone.
   int64_t draft_from = 0;
 };
 
-// Engram classes of the N - 1 positions behind `tokens`, as SequenceView::lookback has them; empty
-// without Engram. None of the tokens lies in an image.
-std::vector<int32_t> engram_lookback(const Model& model, std::span<const int32_t> tokens);
+// Engram classes of the last N - 1 of `tokens`, as SequenceView::lookback has them; empty without
+// Engram. `image` is as in StepSequence.
+std::vector<int32_t> engram_lookback(const Model& model,
+                                     std::span<const int32_t> tokens,
+                                     std::span<const uint8_t> image = {});
 
 // The next token of every sequence of a draft, as the drafter sees it.
 struct DraftLogits {

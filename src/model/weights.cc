@@ -59,7 +59,7 @@ int64_t blocks(int64_t n) {
 }
 
 // Receives every weight in checkpoint order. `matrix` or `view` points to the field that the weight
-// belongs to; both are null for parts that ModelWeights does not hold.
+// belongs to; the other is null.
 using Visit = std::function<void(WeightSpec spec, ops::Weight* matrix, TensorView* view)>;
 
 // How a matrix is used, see WeightSpec.
@@ -202,9 +202,11 @@ class Walk {
           &weights_.embed);
     if (c_.vision.num_hidden_layers > 0) {
       part_ = WeightPart::kVision;
-      for (const char* name : {"image_start", "image_newline", "image_end"}) {
-        vector(
-            name, {c_.hidden_size}, DType::kBF16, WeightRole::kImageVector, {0, kStream}, nullptr);
+      VisionWeights& w = weights_.vision;
+      for (const auto& [name, view] : {std::pair("image_start", &w.image_start),
+                                       std::pair("image_newline", &w.image_newline),
+                                       std::pair("image_end", &w.image_end)}) {
+        vector(name, {c_.hidden_size}, DType::kBF16, WeightRole::kImageVector, {0, kStream}, view);
       }
     }
   }
@@ -451,41 +453,49 @@ class Walk {
     const int64_t h = v.hidden_size, d = c_.hidden_size;
     const int64_t merged = h * v.downsample_ratio * v.downsample_ratio;
     at(shard_, WeightPart::kVision, -1, "vision.");
-    with_bias("patch_embed.proj", h, 3 * v.patch_size * v.patch_size, 1, 1);
-    norm("norm.weight", h, kPlainNorm, nullptr);
+    VisionWeights& w = weights_.vision;
+    with_bias("patch_embed.proj", h, 3 * v.patch_size * v.patch_size, 1, 1, w.patch_embed);
+    norm("norm.weight", h, kPlainNorm, &w.norm);
+    w.blocks.resize(static_cast<size_t>(v.num_hidden_layers));
     for (int64_t b = 0; b < v.num_hidden_layers; ++b) {
       at(shard_, WeightPart::kVision, b, fmt::format("vision.blocks.{}.", b));
-      norm("norm1.weight", h, kPlainNorm, nullptr);
-      with_bias("attn.wqkv", 3 * h, h, 1, 1);
-      with_bias("attn.wo", h, h, 0.3, 0.3);
-      norm("norm2.weight", h, kPlainNorm, nullptr);
+      VisionBlockWeights& block = w.blocks[static_cast<size_t>(b)];
+      norm("norm1.weight", h, kPlainNorm, &block.norm1);
+      with_bias("attn.wqkv", 3 * h, h, 1, 1, block.wqkv);
+      with_bias("attn.wo", h, h, 0.3, 0.3, block.wo);
+      norm("norm2.weight", h, kPlainNorm, &block.norm2);
       plain("mlp.w1.weight",
             {2 * v.intermediate_size, h},
             WeightRole::kVision,
             gain(1, 1, h),
-            nullptr);
+            &block.mlp_w1);
       plain("mlp.w2.weight",
             {h, v.intermediate_size},
             WeightRole::kVision,
             gain(kSwiglu, 0.3, v.intermediate_size),
-            nullptr);
+            &block.mlp_w2);
     }
     at(shard_, WeightPart::kVision, -1, "aligner.");
-    with_bias("w1", d, merged, 1, 1);
-    with_bias("w2", d, d, kSwiglu, kStream);
+    with_bias("w1", d, merged, 1, 1, w.aligner_w1);
+    with_bias("w2", d, d, kSwiglu, kStream, w.aligner_w2);
   }
-  void with_bias(std::string_view stem, int64_t out, int64_t in, double input, double output) {
+  void with_bias(std::string_view stem,
+                 int64_t out,
+                 int64_t in,
+                 double input,
+                 double output,
+                 BiasedWeight& weight) {
     plain(fmt::format("{}.weight", stem),
           {out, in},
           WeightRole::kVision,
           gain(input, output, in),
-          nullptr);
+          &weight.weight);
     vector(fmt::format("{}.bias", stem),
            {out},
            DType::kBF16,
            WeightRole::kVisionBias,
            {0, kBias},
-           nullptr);
+           &weight.bias);
   }
 
   const ModelConfig& c_;

@@ -168,12 +168,37 @@ struct DraftWeights {
   ops::Weight confidence;            // [1, D + R]
 };
 
+struct BiasedWeight {
+  ops::Weight weight;  // [out, in]
+  TensorView bias;     // [out]
+};
+
+struct VisionBlockWeights {
+  TensorView norm1;    // [H]
+  BiasedWeight wqkv;   // [3 H, H]
+  BiasedWeight wo;     // [H, H]
+  TensorView norm2;    // [H]
+  ops::Weight mlp_w1;  // [2 F, H]: gates, ups
+  ops::Weight mlp_w2;  // [H, F]
+};
+
+// The image encoder, of width H, and what turns its output into rows of the language model.
+struct VisionWeights {
+  BiasedWeight patch_embed;  // [H, 3 * patch * patch]
+  std::vector<VisionBlockWeights> blocks;
+  TensorView norm;                                   // [H]
+  BiasedWeight aligner_w1;                           // [D, H * downsample * downsample]
+  BiasedWeight aligner_w2;                           // [D, D]
+  TensorView image_start, image_newline, image_end;  // [D]
+};
+
 struct ModelWeights {
   ops::Weight embed;  // [V, D]
   ops::Weight head;   // [V, D]
   TensorView norm;    // [D]
   std::vector<LayerWeights> layers;
   DraftWeights draft;
+  VisionWeights vision;  // always in host memory; empty: no vision tower
 };
 
 // The memory of a stored tensor by its name.
@@ -182,7 +207,7 @@ using TensorLookup = std::function<TensorView(const std::string& name)>;
 // One matrix with its scales.
 ops::Weight resolve_weight(const WeightSpec& spec, const TensorLookup& lookup);
 
-// All weights but those of the vision tower. Fields that a layer's mode does not have stay empty.
+// All weights. Fields that a layer's mode or the config does not have stay empty.
 ModelWeights resolve_weights(const ModelConfig& config, const TensorLookup& lookup);
 
 }  // namespace cachalot::model

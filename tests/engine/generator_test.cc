@@ -113,32 +113,6 @@ TEST_F(GeneratorTest, A34_TokensOutsideOfTheVocabularyAreRefused) {
     EXPECT_NE(result.error().message().find(std::to_string(bad)), std::string::npos);
     EXPECT_EQ(cache->save().value(), before);
   }
-  const std::vector<int32_t> ids = {3, 4};
-  const std::vector<uint8_t> mask = {1};
-  const model::StepSequence sequence{.view = &cache->view(), .tokens = ids, .image = mask};
-  EXPECT_EQ(runner->run({&sequence, 1}).error().code(), Code::kInvalidArgument);
-}
-
-// Image positions block Engram's look-back and route by their own bias: the mask changes the
-// result.
-TEST_F(GeneratorTest, ImageRowsAreTreatedApart) {
-  const auto runtime = open();
-  const auto runner = make_runner(*runtime);
-  const std::vector<int32_t> ids = tokens(6);
-  const auto run = [&](std::span<const uint8_t> mask) {
-    const auto cache = make_cache(*runtime);
-    EXPECT_TRUE(cache->reserve(6).ok());
-    const model::StepSequence sequence{
-        .view = &cache->view(), .tokens = ids, .image = mask, .all_logits = true};
-    const auto logits = runner->run({&sequence, 1});
-    return std::vector<float>(logits->as<float>(), logits->as<float>() + logits->shape.elements());
-  };
-  const std::vector<uint8_t> none(6, 0), third = {0, 0, 1, 0, 0, 0};
-  const std::vector<float> plain = run({}), marked = run(third);
-  EXPECT_EQ(run(none), plain);
-  EXPECT_TRUE(std::equal(plain.begin(), plain.begin() + 2 * 512, marked.begin()));
-  EXPECT_NE(std::vector<float>(plain.end() - 512, plain.end()),
-            std::vector<float>(marked.end() - 512, marked.end()));
 }
 
 // the first forward of a process is like any other.

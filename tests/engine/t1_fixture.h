@@ -1,4 +1,4 @@
-// A synthetic t1 checkpoint, made once per test suite.
+// A synthetic checkpoint of t1, or of t1-vision, made once per test suite.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -18,14 +18,17 @@ namespace cachalot::engine {
 
 class T1Fixture : public testing::Test {
  protected:
-  static void SetUpTestSuite() {
-    directory_ = std::make_unique<test::TempDirectory>();
-    write_checkpoint(*directory_, 4);
-  }
+  static void SetUpTestSuite() { set_up("t1"); }
   static void TearDownTestSuite() { directory_.reset(); }
 
-  static void write_checkpoint(const test::TempDirectory& target, uint64_t seed) {
-    const auto config = model::preset_config("t1");
+  static void set_up(const char* preset) {
+    directory_ = std::make_unique<test::TempDirectory>();
+    write_checkpoint(*directory_, 4, preset);
+  }
+  static void write_checkpoint(const test::TempDirectory& target,
+                               uint64_t seed,
+                               const char* preset = "t1") {
+    const auto config = model::preset_config(preset);
     ASSERT_TRUE(config.ok()) << config.error().message();
     ThreadPool pool(1);
     const Status status =

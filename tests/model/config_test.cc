@@ -13,7 +13,8 @@ namespace {
 
 using nlohmann::json;
 
-constexpr const char* kPresetNames[] = {"t1", "micro", "nano", "bench-s", "v41-flash", "v41-slice"};
+constexpr const char* kPresetNames[] = {
+    "t1", "t1-vision", "micro", "nano", "bench-s", "v41-flash", "v41-slice"};
 
 std::string golden(const std::string& name) {
   auto text = read_file(std::string(CACHALOT_SOURCE_DIR) + "/tests/golden/config/" + name);

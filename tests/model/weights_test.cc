@@ -141,13 +141,43 @@ TEST(WeightTable, FullPrecisionHasNoScales) {
 }
 
 TEST(WeightTable, EveryPresetHasAscendingShardsAndStatistics) {
-  for (const char* name : {"t1", "micro", "nano", "bench-s", "v41-flash", "v41-slice"}) {
+  for (const char* name :
+       {"t1", "t1-vision", "micro", "nano", "bench-s", "v41-flash", "v41-slice"}) {
     int64_t shard = 0;
     for (const WeightSpec& spec : weight_table(*preset_config(name))) {
       EXPECT_TRUE(spec.shard == shard || spec.shard == shard + 1) << spec.name;
       shard = spec.shard;
       EXPECT_GT(spec.deviation, 0) << spec.name;
     }
+  }
+}
+
+TEST(ResolveWeights, FillsTheVisionTower) {
+  const ModelConfig config = *preset_config("t1-vision");
+  auto tensors = stored(config);
+  std::vector<uint8_t> byte(1);
+  const VisionWeights vision = resolve_weights(config, [&](const std::string& name) {
+                                 const StoredTensor& t = tensors.at(name);
+                                 return TensorView(byte.data(), t.dtype, t.shape);
+                               }).vision;
+  const auto is = [](const BiasedWeight& w, int64_t out, int64_t in) {
+    return w.weight.values.shape == Shape{out, in} && w.bias.shape == Shape{out};
+  };
+  EXPECT_TRUE(is(vision.patch_embed, 48, 48));
+  ASSERT_EQ(vision.blocks.size(), 3u);
+  for (const VisionBlockWeights& block : vision.blocks) {
+    EXPECT_EQ(block.norm1.shape, Shape{48});
+    EXPECT_TRUE(is(block.wqkv, 144, 48));
+    EXPECT_TRUE(is(block.wo, 48, 48));
+    EXPECT_EQ(block.norm2.shape, Shape{48});
+    EXPECT_EQ(block.mlp_w1.values.shape, (Shape{144, 48}));
+    EXPECT_EQ(block.mlp_w2.values.shape, (Shape{48, 72}));
+  }
+  EXPECT_EQ(vision.norm.shape, Shape{48});
+  EXPECT_TRUE(is(vision.aligner_w1, 64, 432));
+  EXPECT_TRUE(is(vision.aligner_w2, 64, 64));
+  for (const TensorView* view : {&vision.image_start, &vision.image_newline, &vision.image_end}) {
+    EXPECT_EQ(view->shape, Shape{64});
   }
 }
 

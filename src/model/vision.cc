@@ -1,0 +1,228 @@
+#include "model/vision.h"
+
+#include <algorithm>
+#include <numeric>
+
+#include "base/format.h"
+#include "model/rope.h"
+#include "ops/ops.h"
+#include "quant/formats.h"
+#include "tensor/arena.h"
+
+namespace cachalot::model {
+namespace {
+
+// Of the tower's norms; the language model has its own.
+constexpr float kNormEps = 1e-6f;
+
+int64_t ceil_div(int64_t a, int64_t b) {
+  return (a + b - 1) / b;
+}
+
+// Values of a BF16 or F32 tensor, rounded to `to`.
+void convert(const TensorView& from, const TensorView& to) {
+  for (int64_t i = 0; i < from.shape.elements(); ++i) {
+    const float value =
+        from.dtype == DType::kBF16 ? static_cast<float>(from.as<bf16>()[i]) : from.as<float>()[i];
+    if (to.dtype == DType::kBF16) {
+      to.as<bf16>()[i] = bf16(value);
+    } else {
+      to.as<float>()[i] = value;
+    }
+  }
+}
+
+// One image on its way through the tower.
+class Encoder {
+ public:
+  Encoder(const Model& model, const ops::OpContext& context, DType act, ImageGrid grid)
+      : config_(model.config.vision),
+        w_(model.weights.vision),
+        ctx_(context),
+        act_(act),
+        grid_(grid),
+        cell_rows_(ceil_div(grid.rows, config_.downsample_ratio)),
+        cell_columns_(ceil_div(grid.columns, config_.downsample_ratio)) {
+    ctx_.scratch = &scratch_;
+  }
+
+  Result<ImageRows> run(const TensorView& patches) {
+    const int64_t n = grid_.rows * grid_.columns, h = config_.hidden_size;
+    const TensorView pixels = make({n, patches.dim(1)});
+    convert(patches, pixels);
+    const TensorView x = make({n, h}), u = make({n, h}), o = make({n, h});
+    const TensorView qkv = make({n, 3 * h}), hidden = make({n, config_.intermediate_size});
+    CACHALOT_TRY(const TensorView rope, rope_table());
+    CACHALOT_RETURN_IF_ERROR(dense(pixels, w_.patch_embed, x));
+    for (const VisionBlockWeights& block : w_.blocks) {
+      CACHALOT_RETURN_IF_ERROR(norm(x, block.norm1, u));
+      CACHALOT_RETURN_IF_ERROR(dense(u, block.wqkv, qkv));
+      CACHALOT_RETURN_IF_ERROR(ops::dense_attend(
+          ctx_, {.qkv = qkv, .rope = rope, .heads = config_.num_attention_heads, .o = o}));
+      CACHALOT_RETURN_IF_ERROR(ops::dense(
+          ctx_, {.x = o, .weight = block.wo.weight, .bias = block.wo.bias, .residual = x, .y = x}));
+      CACHALOT_RETURN_IF_ERROR(norm(x, block.norm2, u));
+      CACHALOT_RETURN_IF_ERROR(ops::dense(ctx_,
+                                          {.x = u,
+                                           .weight = block.mlp_w1,
+                                           .bias = {},
+                                           .function = ops::DenseFunction::kSwiglu,
+                                           .residual = {},
+                                           .y = hidden}));
+      CACHALOT_RETURN_IF_ERROR(ops::dense(
+          ctx_, {.x = hidden, .weight = block.mlp_w2, .bias = {}, .residual = x, .y = x}));
+    }
+    CACHALOT_RETURN_IF_ERROR(norm(x, w_.norm, u));
+    const TensorView cells = make_cells(u);
+    const int64_t d = w_.aligner_w2.weight.out;
+    const TensorView between = make({cells.dim(0), d}), rows = make({cells.dim(0), d});
+    CACHALOT_RETURN_IF_ERROR(dense(cells, w_.aligner_w1, between, ops::DenseFunction::kGelu));
+    CACHALOT_RETURN_IF_ERROR(dense(between, w_.aligner_w2, rows));
+    return lay_out(rows);
+  }
+
+ private:
+  TensorView make(const Shape& shape) { return memory_.allocate(act_, shape); }
+
+  Status norm(const TensorView& x, const TensorView& weight, const TensorView& y) {
+    return ops::rms_norm(ctx_, {.x = x, .norm = weight, .rms_eps = kNormEps, .y = y});
+  }
+
+  Status dense(const TensorView& x,
+               const BiasedWeight& w,
+               const TensorView& y,
+               ops::DenseFunction function = ops::DenseFunction::kIdentity) {
+    return ops::dense(
+        ctx_,
+        {.x = x, .weight = w.weight, .bias = w.bias, .function = function, .residual = {}, .y = y});
+  }
+
+  // [N, K/2, 2]: the angles of the patch's row, then those of its column.
+  Result<TensorView> rope_table() {
+    const std::vector<float> frequency = vision_frequencies(config_);
+    const auto quarter = static_cast<int64_t>(frequency.size());
+    const int64_t most = std::max(grid_.rows, grid_.columns);
+    const TensorView position = memory_.allocate(DType::kI32, {most});
+    std::iota(position.as<int32_t>(), position.as<int32_t>() + most, 0);
+    const TensorView frequencies = memory_.allocate(DType::kF32, {quarter});
+    std::ranges::copy(frequency, frequencies.as<float>());
+    const TensorView axis = memory_.allocate(DType::kF32, {most, quarter, 2});
+    CACHALOT_RETURN_IF_ERROR(
+        ops::rope_table(ctx_, {.position = position, .frequency = frequencies, .table = axis}));
+    const TensorView table =
+        memory_.allocate(DType::kF32, {grid_.rows * grid_.columns, 2 * quarter, 2});
+    float* to = table.as<float>();
+    for (int64_t row = 0; row < grid_.rows; ++row) {
+      for (int64_t column = 0; column < grid_.columns; ++column) {
+        to = std::copy_n(axis.as<float>() + row * 2 * quarter, 2 * quarter, to);
+        to = std::copy_n(axis.as<float>() + column * 2 * quarter, 2 * quarter, to);
+      }
+    }
+    return table;
+  }
+
+  // Squares of patches side by side, [cells, H * S * S] in (channel, row, column) order; zeros
+  // where a square reaches over the right or the lower edge.
+  TensorView make_cells(const TensorView& x) {
+    const int64_t h = config_.hidden_size, s = config_.downsample_ratio;
+    const TensorView cells = make({cell_rows_ * cell_columns_, h * s * s});
+    const auto gather = [&]<class T>(const T* from, T* to) {
+      std::fill_n(to, cells.shape.elements(), T{});
+      for (int64_t row = 0; row < grid_.rows; ++row) {
+        for (int64_t column = 0; column < grid_.columns; ++column) {
+          const int64_t cell = row / s * cell_columns_ + column / s;
+          T* place = to + cell * h * s * s + row % s * s + column % s;
+          for (int64_t channel = 0; channel < h; ++channel) {
+            place[channel * s * s] = *from++;
+          }
+        }
+      }
+    };
+    if (act_ == DType::kBF16) {
+      gather(x.as<bf16>(), cells.as<bf16>());
+    } else {
+      gather(x.as<float>(), cells.as<float>());
+    }
+    return cells;
+  }
+
+  // The cells' rows among the learned vectors of the other slots.
+  ImageRows lay_out(const TensorView& cells) const {
+    ImageRows image{
+        .bytes = {}, .dtype = act_, .slots = image_slots(config_, grid_), .width = cells.dim(1)};
+    image.bytes.resize(static_cast<size_t>(image.slots * image.width * dtype_bytes(act_)));
+    const TensorView rows = image.view();
+    int64_t slot = 0, cell = 0;
+    const auto put = [&](const TensorView& source, int64_t count) {
+      convert(source, rows.rows(slot, count));
+      slot += count;
+    };
+    put(w_.image_start, 1);
+    for (int64_t row = 0; row < cell_rows_; ++row, cell += cell_columns_) {
+      put(cells.rows(cell, cell_columns_), cell_columns_);
+      put(w_.image_newline, 1);
+    }
+    put(w_.image_end, 1);
+    return image;
+  }
+
+  const VisionConfig& config_;
+  const VisionWeights& w_;
+  ops::OpContext ctx_;
+  DType act_;
+  ImageGrid grid_;
+  int64_t cell_rows_, cell_columns_;
+  Arena memory_, scratch_;
+};
+
+}  // namespace
+
+int64_t image_slots(const VisionConfig& config, ImageGrid grid) {
+  const int64_t rows = ceil_div(grid.rows, config.downsample_ratio);
+  const int64_t columns = ceil_div(grid.columns, config.downsample_ratio);
+  return rows * (columns + 1) + 2;
+}
+
+TensorView ImageRows::view() const {
+  return {const_cast<uint8_t*>(bytes.data()), dtype, {slots, width}};
+}
+
+VisionTower::VisionTower(const Model& model, const ops::OpContext& context, Precision precision)
+    : model_(&model), context_(context), act_(activation_dtype(precision)) {
+  if (context_.backend == ops::Backend::kCuda) {
+    context_.backend = ops::Backend::kCpu;
+  }
+}
+
+Result<VisionTower> VisionTower::create(const Model& model,
+                                        const ops::OpContext& context,
+                                        Precision precision) {
+  if (model.weights.vision.blocks.empty()) {
+    return error(Code::kFailedPrecondition, "the model has no vision tower");
+  }
+  return VisionTower(model, context, precision);
+}
+
+Result<ImageRows> VisionTower::encode(const TensorView& patches, ImageGrid grid) const {
+  const VisionConfig& c = model_->config.vision;
+  // Bounded extents first, so that no product overflows.
+  const int64_t most = c.max_image_tokens * c.downsample_ratio;
+  if (grid.rows < 1 || grid.columns < 1 || grid.rows > most || grid.columns > most ||
+      image_slots(c, grid) > c.max_image_tokens) {
+    return invalid("an image of {} x {} patches is empty or takes more than {} tokens",
+                   grid.columns,
+                   grid.rows,
+                   c.max_image_tokens);
+  }
+  const Shape shape{grid.rows * grid.columns, 3 * c.patch_size * c.patch_size};
+  if (patches.shape != shape || patches.empty() ||
+      (patches.dtype != DType::kF32 && patches.dtype != DType::kBF16)) {
+    return invalid("the patches of an image are {} {}, expected f32 or bf16 {}",
+                   dtype_name(patches.dtype),
+                   to_string(patches.shape),
+                   to_string(shape));
+  }
+  return Encoder(*model_, context_, act_, grid).run(patches);
+}
+
+}  // namespace cachalot::model
