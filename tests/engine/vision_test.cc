@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "tests/engine/t1_fixture.h"
+#include "text/control_tokens.h"
 
 namespace cachalot::engine {
 namespace {
@@ -102,6 +103,11 @@ class VisionTest : public T1Fixture {
   std::unique_ptr<Runtime> runtime_;
   std::unique_ptr<model::StepRunner> runner_;
 };
+
+TEST_F(VisionTest, ThePresetKnowsItsTokenizer) {
+  EXPECT_EQ(*runtime_->tokenizer().control_id(text::kImageToken),
+            runtime_->config().image_token_id);
+}
 
 TEST_F(VisionTest, AnyCutOfASpanGivesTheSame) {
   const Prompt p = prompt();
