@@ -37,6 +37,9 @@ ABLATIONS = (
     "engram-zero",
 )
 
+# Faults that only rows of images show.
+IMAGE_ABLATIONS = ("text-bias-for-images", "images-in-hashes", "engram-in-images")
+
 # Faults of the drafter (drafter.py); the first ones act on the context that the target computes.
 CONTEXT_ABLATIONS = ("tap-outputs", "tap-first-stream", "no-main-norm")
 
@@ -152,11 +155,13 @@ class Result:
 def forward(checkpoint, tokens, precision="f32", **options):
     """Runs one request. Options:
 
-    ablate   names from ABLATIONS and, with `draft`, from CONTEXT_ABLATIONS
+    ablate   names from ABLATIONS, with `dead` from IMAGE_ABLATIONS, with `draft` from
+             CONTEXT_ABLATIONS
     force    dump tensors `layers.L.selected` and `layers.L.experts` to use instead of own choices
     feed     a dump; each tensor is computed and reported, then the fed one is used from there on,
              so that every sublayer is judged on the same inputs
     dead     [T] true at image positions
+    images   [count of those, D] what they are embedded as (vision.py) instead of their tokens
     margins  also fill margins, distances and scores
     draft    also compute what the drafter reads of the target
     """
@@ -173,6 +178,7 @@ class Forward:
         force=None,
         feed=None,
         dead=None,
+        images=None,
         margins=False,
         draft=False,
     ):
@@ -190,6 +196,7 @@ class Forward:
             raise ValueError("tokens must be a non-empty list of vocabulary ids")
         self.positions = np.arange(len(self.tokens))
         self.dead = np.zeros(len(self.tokens), bool) if dead is None else np.asarray(dead, bool)
+        self.images = images
         self.margins, self.draft = margins, draft
         self.result = Result()
         self.addressing = Addressing(self.config, checkpoint.directory)
@@ -206,7 +213,7 @@ class Forward:
 
     @staticmethod
     def known_ablations():
-        return {*ABLATIONS, *CONTEXT_ABLATIONS}
+        return {*ABLATIONS, *IMAGE_ABLATIONS, *CONTEXT_ABLATIONS}
 
     def prefix(self, layer):
         """Of tensor names. Draft stages count on behind the backbone's layers."""
@@ -320,7 +327,8 @@ class Forward:
     def engram(self, layer, x):
         config, name = self.config, f"layers.{layer}.engram."
         tokens, width = len(x), config.hidden_size
-        ids = self.addressing.rows(layer, self.tokens, self.dead)
+        dead = self.dead & ("images-in-hashes" not in self.ablate)
+        ids = self.addressing.rows(layer, self.tokens, dead)
         e = self.checkpoint.rows(name + "embed.weight", ids.ravel()).reshape(tokens, -1)
         if "engram-zero" in self.ablate:
             e = np.zeros_like(e)
@@ -330,7 +338,8 @@ class Forward:
         dot = np.sum(x * product * keys, axis=-1, keepdims=True) * width**-0.5
         dot = dot * rms_factor(x, config.rms_norm_eps) * rms_factor(keys, config.rms_norm_eps)
         gate = sigmoid(np.copysign(np.sqrt(np.maximum(np.abs(dot), 1e-6)), dot))
-        gate = np.where(self.dead[:, None, None], 0, gate)
+        if "engram-in-images" not in self.ablate:
+            gate = np.where(self.dead[:, None, None], 0, gate)
         return self.bf16(x + gate * value)
 
     # ---- Attention -------------------------------------------------------------------------------
@@ -516,7 +525,7 @@ class Forward:
         biased = scores
         if "no-router-bias" not in self.ablate:
             bias = self.weight(name + "gate.bias")
-            if self.dead.any():
+            if self.dead.any() and "text-bias-for-images" not in self.ablate:
                 bias = np.where(self.dead[:, None], self.weight(name + "gate.bias_vl"), bias)
             biased = scores + bias
         key, count = self.prefix(layer) + "experts", config.experts_per_token(layer)
@@ -590,6 +599,8 @@ class Forward:
     def embedded(self, name):
         """Streams [T, M, D] of the tokens, and the collapse weights before the first sublayer."""
         x = self.checkpoint.rows("embed.weight", self.tokens)
+        if self.images is not None:
+            x[self.dead] = self.images
         x = np.repeat(self.bf16(x)[:, None], self.config.hc_mult, axis=1)
         carried = np.zeros(x.shape[:2])
         carried[:, 0] = 1

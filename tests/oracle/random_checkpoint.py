@@ -1,8 +1,8 @@
 """Writes random checkpoints in the official format, for the oracle's own tests.
 
 The weights keep the network calm: a sublayer adds roughly a fifth of its stream's RMS, attention
-is neither flat nor one-hot, router scores are spread, logits differ by a few units. The vision tower
-is left out, and so is the tokenizer (the token map is the identity).
+is neither flat nor one-hot, router scores are spread, logits differ by a few units. The tokenizer is
+left out (the token map is the identity).
 """
 
 import argparse
@@ -86,6 +86,33 @@ T1_DRAFT = T1 | {
 }
 
 PRESETS = {"t1": T1, "t1-draft": T1_DRAFT}
+
+# A tower for either of them.
+VISION = {
+    "model_type": "deepseek_v41_vision",
+    "num_hidden_layers": 3,
+    "hidden_size": 48,
+    "num_attention_heads": 3,
+    "intermediate_size": 72,
+    "patch_size": 4,
+    "downsample_ratio": 3,
+    "max_image_tokens": 64,
+    "min_pixels": 576,
+    "rope_theta": 10000,
+    "max_wh_ratio": None,
+}
+IMAGE_TOKEN = 321
+
+
+def random_patches(grid, seed, patch_size=4):
+    """Patches [N, 3 P P] of an image: a colour each, with noise. Seed 0: gray, whose rows in the
+    tower are the smallest."""
+    count, width = grid[0] * grid[1], 3 * patch_size**2
+    if seed == 0:
+        return np.zeros((count, width), np.float32)
+    random = np.random.default_rng(seed)
+    pixels = random.integers(0, 86, (count, width)) + random.integers(0, 171, (count, 1))
+    return ((pixels / 255 - 0.5) / 0.5).astype(np.float32)
 
 
 class Writer:
@@ -218,8 +245,35 @@ class Writer:
         self.bf16(last + "markov_head.head.weight", self.normal((c.vocab_size, rank), rank**-0.5))
         self.bf16(last + "confidence_head.proj.weight", self.normal((1, c.hidden_size + rank), 0.3))
 
+    def tower(self, vision):
+        width, inner = vision["hidden_size"], vision["intermediate_size"]
+
+        def linear(stem, out, size, gain=1, bias=True):
+            self.bf16(stem + ".weight", self.normal((out, size), gain * size**-0.5))
+            if bias:
+                self.bf16(stem + ".bias", self.normal(out, 0.02))
+
+        linear("vision.patch_embed.proj", width, 3 * vision["patch_size"] ** 2)
+        for block in range(vision["num_hidden_layers"]):
+            name = f"vision.blocks.{block}."
+            self.norm(name + "norm1.weight", width, 1)
+            linear(name + "attn.wqkv", 3 * width, width)
+            linear(name + "attn.wo", width, width)
+            self.norm(name + "norm2.weight", width, 1)
+            linear(name + "mlp.w1", 2 * inner, width, bias=False)
+            linear(name + "mlp.w2", width, inner, 0.5, bias=False)
+        self.norm("vision.norm.weight", width, 1)
+        hidden = self.config.hidden_size
+        linear("aligner.w1", hidden, width * vision["downsample_ratio"] ** 2)
+        linear("aligner.w2", hidden, hidden, 0.2)
+        for name in ("image_start", "image_newline", "image_end"):
+            self.bf16(name, self.normal(hidden, 0.12))
+
     def write(self):
         c = self.config
+        if vision := c.document.get("vision_config"):
+            self.tower(vision)
+            self.files.append({})
         self.bf16("embed.weight", self.normal((c.vocab_size, c.hidden_size), 0.12))
         for layer in c.layers:
             self.files.append({})
@@ -248,8 +302,8 @@ class Writer:
         (self.directory / "config.json").write_text(json.dumps(c.document, indent=1))
 
 
-def document(text, weights="official"):
-    """The nested config.json for a text configuration."""
+def document(text, weights="official", vision=None):
+    """The nested config.json for a text configuration and a tower."""
     text = dict(text)
     primes = table_primes(
         text["engram_layer_ids"],
@@ -267,6 +321,8 @@ def document(text, weights="official"):
         "pad_token_id": 2,
         "text_config": text,
     }
+    if vision:
+        result |= {"image_token_id": IMAGE_TOKEN, "vision_config": vision}
     if weights == "official":
         result["quantization_config"] = {
             "quant_method": "fp8",
@@ -278,9 +334,9 @@ def document(text, weights="official"):
     return result
 
 
-def write(directory, text, seed=0, weights="official"):
+def write(directory, text, seed=0, weights="official", vision=None):
     """Writes a checkpoint of any text configuration; weights are "official" or "f32"."""
-    Writer(directory, Config(document(text, weights)), seed).write()
+    Writer(directory, Config(document(text, weights, vision)), seed).write()
 
 
 def main():
@@ -289,6 +345,7 @@ def main():
     parser.add_argument("--set", action="append", default=[], metavar="key=value")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--weights", choices=("official", "f32"), default="official")
+    parser.add_argument("--vision", action="store_true", help="with an image encoder")
     parser.add_argument("--out", required=True)
     args = parser.parse_args()
     text = dict(PRESETS[args.preset])
@@ -297,7 +354,7 @@ def main():
         if key not in text:
             parser.error(f"unknown key {key}")
         text[key] = json.loads(value)
-    write(args.out, text, args.seed, args.weights)
+    write(args.out, text, args.seed, args.weights, VISION if args.vision else None)
 
 
 if __name__ == "__main__":
