@@ -14,6 +14,7 @@
 #include "cli/run_flags.h"
 #include "engine/logits.h"
 #include "model/accounting.h"
+#include "model/vision.h"
 #include "ops/cpu/machine.h"
 #include "ops/op_timer.h"
 #include "ops/ops.h"
@@ -28,6 +29,7 @@ struct BenchFlags {
   std::vector<int64_t> batch = {1};
   std::vector<int64_t> context = {512};
   int64_t tokens = 512;
+  std::vector<int64_t> size = {546};
   int repeats = 7;
 };
 
@@ -523,6 +525,49 @@ Status bench_prefill(const BenchFlags& flags) {
   return {};
 }
 
+// Square images of random pixels through the image encoder, which is on the host for any backend.
+Status bench_vision(const BenchFlags& flags) {
+  CACHALOT_TRY(const std::unique_ptr<engine::Runtime> runtime, open_runtime(flags.run));
+  const bool ref = runtime->options().backend == ops::Backend::kRef;
+  ops::OpContext context{.backend = ref ? ops::Backend::kRef : ops::Backend::kCpu,
+                         .pool = &runtime->threads()};
+  CACHALOT_TRY(const std::unique_ptr<ops::OpTimer> timer, ops::make_op_timer(context));
+  context.timer = timer.get();
+  CACHALOT_TRY(const model::VisionTower tower,
+               model::VisionTower::create(runtime->model(), context, runtime->options().precision));
+  const Ceiling ceiling(
+      [&]() -> Result<double> { return 2 * ops::cpu::multiply_add_pass(runtime->threads()); });
+  const model::VisionConfig& config = runtime->config().vision;
+  for (const int64_t size : flags.size) {
+    const model::ImageGrid grid{size / config.patch_size, size / config.patch_size};
+    const int64_t n = grid.rows * grid.columns, width = 3 * config.patch_size * config.patch_size;
+    std::vector<float> pixels(static_cast<size_t>(n * width));
+    const Philox rng(1);
+    for (size_t i = 0; i < pixels.size(); ++i) {
+      pixels[i] = static_cast<float>(2 * rng.uniform(i) - 1);
+    }
+    int64_t images = 0;
+    const auto encode = [&]() -> Status {
+      ++images;
+      CACHALOT_TRY(const model::ImageRows rows,
+                   tower.encode({pixels.data(), DType::kF32, {n, width}}, grid));
+      return {};
+    };
+    Measurement m;
+    m.name = "vision";
+    m.shape = fmt::format("patches {} blocks {}", n, config.num_hidden_layers);
+    m.bound_by_bytes = false;
+    CACHALOT_RETURN_IF_ERROR(time_step(flags, ceiling, encode, m));
+    CACHALOT_TRY(const std::vector<ops::OpRecord> records, timer->take());
+    for (const ops::OpRecord& record : records) {
+      m.bytes += record.cost.bytes / static_cast<double>(images);
+      m.flops += record.cost.flops / static_cast<double>(images);
+    }
+    print(m);
+  }
+  return {};
+}
+
 // Random weights of one format, as the checkpoint would hold them.
 struct RandomWeight {
   std::vector<uint8_t> values, scales;
@@ -652,6 +697,10 @@ void add_bench(CLI::App& app, Action& action) {
       ->capture_default_str();
   prefill->add_option("--context", flags->context, "Tokens before the step; several: one each")
       ->check(CLI::Range(int64_t{0}, int64_t{1} << 24))
+      ->capture_default_str();
+  CLI::App* vision = add("vision", "The image encoder over square images; likewise", bench_vision);
+  vision->add_option("--size", flags->size, "Width in pixels; several: one measurement each")
+      ->check(CLI::Range(1, 1 << 20))
       ->capture_default_str();
   add_bench_serve(*command, action);
   add_bench_speculation(*command, action);

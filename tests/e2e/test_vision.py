@@ -60,7 +60,7 @@ def run(loaded, work, grids, seeds, precision="f32", backend="cpu", tokens=(), m
 def differs(got, want, precision):
     """Whether rows of an image are further apart than the precision allows."""
     size = np.sqrt(np.mean(want**2, axis=1, keepdims=True))
-    error = np.abs(got - want) / size
+    error = np.abs(got - want) / np.maximum(size, 1e-9)
     if precision == "f32":
         return not error.max() <= F32_ERROR
     return not (error.max() <= BF16_ERROR and error.mean() <= BF16_MEAN)
