@@ -101,9 +101,21 @@ TEST(CpuLinear, SharesInputBetweenTargets) {
 // one reduction order, whatever the number of rows, threads and tasks.
 TEST(CpuLinear, A19_RowsDoNotDependOnTheirBatch) {
   Random random(3);
+  struct Case {
+    int64_t out, in;
+    DType act;
+  };
+  // Few rows read outputs as one stretch (77) or as several (200), and FP8 tiles by copies of x
+  // that carry their scales, if these are short (352).
+  constexpr Case kCases[] = {{77, 1184, DType::kF32},
+                             {77, 1184, DType::kBF16},
+                             {200, 1184, DType::kF32},
+                             {77, 352, DType::kF32},
+                             {200, 352, DType::kF32},
+                             {200, 352, DType::kBF16}};
   for (WeightFormat format : kFormats) {
-    for (DType act : {DType::kF32, DType::kBF16}) {
-      const int64_t rows = 150, in = 1184, out = 77;
+    for (const auto& [out, in, act] : kCases) {
+      const int64_t rows = 150;
       const WeightBuffer w = random_weight(random, format, out, in, 0.03);
       const Buffer x = random.activations(act, {rows, in});
       const Buffer all = run_linear(test::cpu(2), x.view(), w.view(), act);

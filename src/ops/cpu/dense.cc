@@ -42,7 +42,7 @@ void dense_rows(OpContext& ctx, const DenseArgs& args, int64_t first, int64_t ro
   float* products = scratch.array<float>(rows * out);
   const std::array<Product, 1> product = {
       Product{&args.weight, inputs.get(args.weight), {products, DType::kF32, {rows, out}}}};
-  run_products(ctx, product, rows);
+  run_products(ctx, product);
   float* bias = scratch.array<float>(padded(out));
   if (!args.bias.empty()) {
     load_row(args.bias.data, args.bias.dtype, out, bias);

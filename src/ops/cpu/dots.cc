@@ -7,16 +7,14 @@
 // those of row_order(): natural, except that groups of FP8 and FP4 codes are transposed, on both
 // sides, so that codes widen without shuffles across lanes. Decoding is exact in FP32 (a code times
 // a power of two), so it does not matter where it happens:
-//   - up to kDecodeRows rows: weights are decoded in registers, 4 outputs at a time, and read once;
-//     the outputs take turns, so that no multiply-add waits for the one before;
+//   - up to kDecodeRows rows: weights are decoded in registers and read once, kStreams outputs at a
+//     time, which take turns, so that no multiply-add waits for the one before;
 //   - more rows: kPanelOutputs x kPanelDepth weights (24 KiB) are decoded into a panel that all
-//   rows
-//     pass, 4 rows x 3 outputs at a time; between stretches of K the accumulators rest in memory.
+//     rows pass, 4 x 3 at a time; between stretches of K the accumulators rest in memory.
 // Both give the same bits for a row, whatever other rows there are.
 //
-// Bounds: the first path is bound by the stream of weight bytes, the second by FMAs (4 x 3 needs 7
-// loads per 12 FMAs, inside the 2 loads per cycle of Zen 3). bench/ops_bench measures both against
-// the machine's own ceilings.
+// Bounds: the first path is bound by the stream of weight bytes and by what decodes FP4, the second
+// by FMAs (4 x 3 needs 7 loads per 12). bench/ops_bench measures both against machine ceilings.
 #include "ops/cpu/targets.h"
 
 #undef HWY_TARGET_INCLUDE
@@ -35,13 +33,13 @@ namespace cachalot::ops::cpu {
 namespace HWY_NAMESPACE {
 
 constexpr int64_t kPanelDepth = 512;
-// The decode path asks for weight bytes ahead of their use: line by line for the rows of outputs to
-// come while these are read, if rows are short (hardware prefetchers restart at every row and
-// page), far enough ahead for memory and the page tables; else this far along each row.
 constexpr int64_t kLine = 64;
-constexpr int64_t kShortBytes = 24 << 10;
-constexpr int64_t kLeastAheadBytes = 4096;
-constexpr int64_t kAheadBytes = 1024;
+// How far ahead the decode path asks for values and scales of a stream: across the ends of pages,
+// where hardware prefetchers stop.
+constexpr int64_t kAheadBytes = 512;
+constexpr int64_t kAheadScales = 128;
+// Copies of x for four streams, a quarter of them each, stay in L1 up to this length.
+constexpr int64_t kScaledDepth = 1024;
 
 // Where the rows of a weight lie.
 struct WeightRows {
@@ -132,45 +130,42 @@ HWY_INLINE void accumulate_block(const uint8_t* const* bytes,
   }
 }
 
-// kOutputs outputs from `o` for kRows rows, weights decoded in registers.
+// Outputs o, o + apart, ..., kOutputs of them, for kRows rows, weights decoded in registers.
+// Results lie result_apart apart.
 template <WeightFormat kFormat, int kRows, int kOutputs>
-void register_dots(
-    const WeightRows& w, int64_t o, const float* const* x, float* result, int64_t ld) {
+void register_dots(const WeightRows& w,
+                   int64_t o,
+                   int64_t apart,
+                   const float* const* x,
+                   float* result,
+                   int64_t result_apart,
+                   int64_t ld) {
   Vec acc[kOutputs][kRows];
   const uint8_t* rows[kOutputs];
   const uint8_t* scales[kOutputs];
   CACHALOT_UNROLL
   for (int c = 0; c < kOutputs; ++c) {
-    rows[c] = w.row(o + c);
-    scales[c] = w.row_scale(o + c);
+    rows[c] = w.row(o + c * apart);
+    scales[c] = w.row_scale(o + c * apart);
+    if (scales[c] != nullptr) {
+      hwy::Prefetch(scales[c] + kAheadScales);
+    }
     CACHALOT_UNROLL
     for (int r = 0; r < kRows; ++r) {
       acc[c][r] = hn::Zero(F32());
     }
   }
   constexpr int64_t kBytes = block_bytes<kFormat>();
-  const bool near = kOutputs * w.row_bytes <= kShortBytes;
   const int64_t whole = w.in / 32;
-  if (near) {
-    const uint8_t* next = rows[0] + std::max(kOutputs * w.row_bytes, kLeastAheadBytes);
-    for (int64_t block = 0; block < whole; ++block) {
-      for (int64_t line = 0; line < kOutputs * kBytes; line += kLine) {
-        hwy::Prefetch(next + line);
-      }
-      next += kOutputs * kBytes;
-      accumulate_block<kFormat, kRows, kOutputs>(rows, scales, block * kBytes, block, x, acc);
-    }
-  } else {
-    for (int64_t block = 0; block < whole; ++block) {
-      if (block * kBytes % kLine == 0) {
-        for (int c = 0; c < kOutputs; ++c) {
-          for (int64_t line = 0; line < kBytes; line += kLine) {
-            hwy::Prefetch(rows[c] + kAheadBytes + block * kBytes + line);
-          }
+  for (int64_t block = 0; block < whole; ++block) {
+    if (block * kBytes % kLine == 0) {
+      for (int c = 0; c < kOutputs; ++c) {
+        for (int64_t line = 0; line < kBytes; line += kLine) {
+          hwy::Prefetch(rows[c] + kAheadBytes + block * kBytes + line);
         }
       }
-      accumulate_block<kFormat, kRows, kOutputs>(rows, scales, block * kBytes, block, x, acc);
     }
+    accumulate_block<kFormat, kRows, kOutputs>(rows, scales, block * kBytes, block, x, acc);
   }
   if (whole * 32 < w.in) {
     TailBlock<kFormat> tails[kOutputs];
@@ -185,24 +180,155 @@ void register_dots(
   for (int c = 0; c < kOutputs; ++c) {
     CACHALOT_UNROLL
     for (int r = 0; r < kRows; ++r) {
-      result[r * ld + c] = lane_sum(acc[c][r]) * weight_unit<kFormat>();
+      result[r * ld + c * result_apart] = lane_sum(acc[c][r]) * weight_unit<kFormat>();
     }
   }
 }
 
-template <WeightFormat kFormat, int kRows>
-void decode_path(const WeightRows& w,
+// FP8 tiles: 32 outputs share their scales, so rows of x take them on instead of the weights, a
+// copy of the rows per stream. The factors are powers of two, so that the products stay what they
+// are.
+template <int kRows>
+class ScaledRows {
+ public:
+  // Prepares stream c for the tiles whose scales these are.
+  void scale(int c, const float* const* x, const uint8_t* scales, int64_t blocks) {
+    for (int64_t block = 0; block < blocks; ++block) {
+      const auto factor = hn::Set(F32(), kE8m0Times2p60[scales[block]]);
+      for (int64_t i = block * 32; i < block * 32 + 32; i += kLanes) {
+        for (int r = 0; r < kRows; ++r) {
+          hn::Store(hn::Mul(load_vec(x[r] + i), factor), F32(), rows_[c][r] + i);
+        }
+      }
+    }
+  }
+
+  // The products of one output per stream, whose rows begin at bytes[c].
+  void dots(const uint8_t* const* bytes, int64_t in, float* result, int64_t apart, int64_t ld) {
+    Vec acc[kStreams][kRows];
+    CACHALOT_UNROLL
+    for (int c = 0; c < kStreams; ++c) {
+      CACHALOT_UNROLL
+      for (int r = 0; r < kRows; ++r) {
+        acc[c][r] = hn::Zero(F32());
+      }
+    }
+    const int64_t whole = in / 32 * 32;
+    for (int64_t i = 0; i < whole; i += 32) {
+      const uint8_t* at[kStreams];
+      for (int c = 0; c < kStreams; ++c) {
+        at[c] = bytes[c] + i;
+        if (i % kLine == 0) {
+          hwy::Prefetch(at[c] + kAheadBytes);
+        }
+      }
+      accumulate(at, i, acc);
+    }
+    if (whole < in) {
+      TailBlock<WeightFormat::kFp8Block> tails[kStreams];
+      const uint8_t* at[kStreams];
+      for (int c = 0; c < kStreams; ++c) {
+        tails[c].fill(bytes[c], whole / 32, in);
+        at[c] = tails[c].bytes;
+      }
+      accumulate(at, whole, acc);
+    }
+    CACHALOT_UNROLL
+    for (int c = 0; c < kStreams; ++c) {
+      CACHALOT_UNROLL
+      for (int r = 0; r < kRows; ++r) {
+        result[r * ld + c * apart] = lane_sum(acc[c][r]) * weight_unit<WeightFormat::kFp8Block>();
+      }
+    }
+  }
+
+ private:
+  HWY_INLINE void accumulate(const uint8_t* const* bytes,
+                             int64_t begin,
+                             Vec (&acc)[kStreams][kRows]) const {
+    CACHALOT_UNROLL
+    for (int c = 0; c < kStreams; ++c) {
+      const E4m3Block w(bytes[c]);
+      CACHALOT_UNROLL
+      for (int64_t v = 0; v < kBlockVecs; ++v) {
+        CACHALOT_UNROLL
+        for (int r = 0; r < kRows; ++r) {
+          const auto value = hn::Load(F32(), rows_[c][r] + begin + v * kLanes);
+          acc[c][r] = hn::MulAdd(w.vector(v), value, acc[c][r]);
+        }
+      }
+    }
+  }
+
+  // Rows a multiple of 4 KiB apart would share sets of the cache.
+  alignas(64) float rows_[kStreams][kRows][kScaledDepth + 16];
+};
+
+template <int kRows>
+void scaled_streams(const WeightRows& w,
+                    int64_t begin,
+                    int64_t apart,
+                    int64_t count,
+                    const float* const* x,
+                    float* result,
+                    int64_t ld) {
+  ScaledRows<kRows> scaled;
+  for (int64_t o = 0; o < count; ++o) {
+    const uint8_t* rows[kStreams];
+    for (int c = 0; c < kStreams; ++c) {
+      const int64_t output = begin + c * apart + o;
+      rows[c] = w.row(output);
+      if (o == 0 || output % 32 == 0) {
+        scaled.scale(c, x, w.row_scale(output), w.row_scales);
+      }
+    }
+    scaled.dots(rows, w.in, result + o, count, ld);
+  }
+}
+
+template <WeightFormat kFormat>
+void weight_streams_as(const Weight& weight,
+                       int64_t begin,
+                       int64_t apart,
+                       int64_t count,
+                       const RowSet& x,
+                       int64_t rows,
+                       float* result,
+                       int64_t ld) {
+  static_assert(kDecodeRows == 2);
+  const WeightRows w(weight);
+  const float* pointers[2] = {x.row(0), rows == 2 ? x.row(1) : nullptr};
+  if constexpr (kFormat == WeightFormat::kFp8Block) {
+    if (w.in <= kScaledDepth) {
+      const auto streams = rows == 1 ? scaled_streams<1> : scaled_streams<2>;
+      streams(w, begin, apart, count, pointers, result, ld);
+      return;
+    }
+  }
+  const auto dots =
+      rows == 1 ? register_dots<kFormat, 1, kStreams> : register_dots<kFormat, 2, kStreams>;
+  for (int64_t o = 0; o < count; ++o) {
+    dots(w, begin + o, apart, pointers, result + o, count, ld);
+  }
+}
+
+// Up to kDecodeRows rows.
+template <WeightFormat kFormat>
+void decode_path(const Weight& weight,
                  int64_t begin,
                  int64_t count,
-                 const float* const* x,
+                 const RowSet& x,
+                 int64_t rows,
                  float* result,
                  int64_t ld) {
-  int64_t o = 0;
-  for (; o + 4 <= count; o += 4) {
-    register_dots<kFormat, kRows, 4>(w, begin + o, x, result + o, ld);
-  }
-  for (; o < count; ++o) {
-    register_dots<kFormat, kRows, 1>(w, begin + o, x, result + o, ld);
+  const WeightRows w(weight);
+  const int64_t apart = count / kStreams;
+  weight_streams_as<kFormat>(weight, begin, apart, apart, x, rows, result, ld);
+  for (int64_t o = apart * kStreams; o < count; ++o) {
+    for (int64_t r = 0; r < rows; ++r) {
+      const float* row = x.row(r);
+      register_dots<kFormat, 1, 1>(w, begin + o, 0, &row, result + r * ld + o, 0, ld);
+    }
   }
 }
 
@@ -369,17 +495,11 @@ void weight_dots_as(const Weight& weight,
                     int64_t rows,
                     float* result,
                     int64_t ld) {
-  const WeightRows w(weight);
-  static_assert(kDecodeRows == 2);
   if (rows <= kDecodeRows) {
-    const float* pointers[2] = {x.row(0), rows == 2 ? x.row(1) : nullptr};
-    if (rows == 1) {
-      decode_path<kFormat, 1>(w, begin, count, pointers, result, ld);
-    } else {
-      decode_path<kFormat, 2>(w, begin, count, pointers, result, ld);
-    }
+    decode_path<kFormat>(weight, begin, count, x, rows, result, ld);
     return;
   }
+  const WeightRows w(weight);
   for (int64_t r = 0; r < rows; r += kTileRows) {
     for (int64_t o = 0; o < count; o += kTileOutputs) {
       panel_path<kFormat>(w,
@@ -412,6 +532,33 @@ void weight_dots(const Weight& weight,
       return weight_dots_as<WeightFormat::kFp8Row>(weight, begin, count, x, rows, result, ld);
     case WeightFormat::kFp4Row:
       return weight_dots_as<WeightFormat::kFp4Row>(weight, begin, count, x, rows, result, ld);
+  }
+}
+
+void weight_streams(const Weight& weight,
+                    int64_t begin,
+                    int64_t apart,
+                    int64_t count,
+                    const RowSet& x,
+                    int64_t rows,
+                    float* result,
+                    int64_t ld) {
+  switch (weight.format) {
+    case WeightFormat::kF32:
+      return weight_streams_as<WeightFormat::kF32>(
+          weight, begin, apart, count, x, rows, result, ld);
+    case WeightFormat::kBF16:
+      return weight_streams_as<WeightFormat::kBF16>(
+          weight, begin, apart, count, x, rows, result, ld);
+    case WeightFormat::kFp8Block:
+      return weight_streams_as<WeightFormat::kFp8Block>(
+          weight, begin, apart, count, x, rows, result, ld);
+    case WeightFormat::kFp8Row:
+      return weight_streams_as<WeightFormat::kFp8Row>(
+          weight, begin, apart, count, x, rows, result, ld);
+    case WeightFormat::kFp4Row:
+      return weight_streams_as<WeightFormat::kFp4Row>(
+          weight, begin, apart, count, x, rows, result, ld);
   }
 }
 
@@ -451,6 +598,7 @@ HWY_AFTER_NAMESPACE();
 namespace cachalot::ops::cpu {
 
 HWY_EXPORT(weight_dots);
+HWY_EXPORT(weight_streams);
 HWY_EXPORT(decode_weight_row);
 
 RowOrder row_order(WeightFormat format) {
@@ -472,6 +620,16 @@ void weight_dots(const Weight& weight,
                  float* result,
                  int64_t ld) {
   HWY_DYNAMIC_DISPATCH(weight_dots)(weight, begin, count, x, rows, result, ld);
+}
+void weight_streams(const Weight& weight,
+                    int64_t begin,
+                    int64_t apart,
+                    int64_t count,
+                    const RowSet& x,
+                    int64_t rows,
+                    float* result,
+                    int64_t ld) {
+  HWY_DYNAMIC_DISPATCH(weight_streams)(weight, begin, apart, count, x, rows, result, ld);
 }
 void decode_weight_row(const Weight& weight, int64_t row, float* out) {
   HWY_DYNAMIC_DISPATCH(decode_weight_row)(weight, row, out);

@@ -5,6 +5,9 @@
 // tiles of D: every expert's w2 product in ascending order, summed per row in FP32, then the shared
 // expert, then one rounding. A weight is read once per phase whatever the number of its rows (up to
 // kRowChunk).
+//
+// With so few rows that reading the weights is what takes the time, each product is one of its own
+// (product.h), which reads its weight in long streams; sums run in the same order.
 #include <vector>
 
 #include "ops/cpu/kernels.h"
@@ -20,6 +23,8 @@ constexpr int64_t kRowChunk = kTileRows;
 // Tasks per thread that the tiles are cut for, as far as few rows need it.
 constexpr int64_t kHiddenTasks = 24;
 constexpr int64_t kOutputTasks = 8;
+// Outputs whose sums over the experts are worth another thread.
+constexpr int64_t kSumGrain = 512;
 constexpr int64_t kOutputFloats = kRowChunk * kHiddenTile;  // of a tile of a chunk of rows
 
 // One expert with its rows.
@@ -61,6 +66,25 @@ Grouping group_rows(const ExpertsArgs& args) {
   return g;
 }
 
+// h of the hidden channels [begin, begin + count) of one row of an expert, from their gate and up.
+void finish_hidden(const Job& job,
+                   int64_t row,
+                   const float* gate,
+                   const float* up,
+                   int64_t begin,
+                   int64_t count,
+                   float limit,
+                   DType act) {
+  const Weight& w2 = job.expert->w2;
+  float* h = job.hidden + row * row_stride(job.expert->w1.out) + begin;
+  swiglu_row(gate, up, count, limit, job.weights == nullptr ? 1.0f : job.weights[row], act, h);
+  std::fill(h + count, h + padded(count), 0.0f);
+  if (act == DType::kBF16 && w2.quantizes_input()) {
+    fp8_round_row(h, count);
+  }
+  arrange_row(h, count, row_order(w2.format));
+}
+
 // h of the hidden channels [begin, begin + count) of one expert for a chunk of its rows, from
 // `first` on.
 void hidden_tile(const Job& job,
@@ -73,8 +97,6 @@ void hidden_tile(const Job& job,
                  DType act) {
   alignas(64) float gate[kRowChunk * kHiddenTile];
   alignas(64) float up[kRowChunk * kHiddenTile];
-  const Weight& w2 = job.expert->w2;
-  const int64_t stride = row_stride(job.expert->w1.out);
   const int64_t rows = std::min(kRowChunk, job.count - first);
   const auto part = [&](RowSet x) {
     if (job.rows == nullptr) {
@@ -87,14 +109,8 @@ void hidden_tile(const Job& job,
   weight_dots(job.expert->w1, begin, count, part(x1), rows, gate, kHiddenTile);
   weight_dots(job.expert->w3, begin, count, part(x3), rows, up, kHiddenTile);
   for (int64_t r = 0; r < rows; ++r) {
-    float* h = job.hidden + (first + r) * stride + begin;
-    const float weight = job.weights == nullptr ? 1.0f : job.weights[first + r];
-    swiglu_row(gate + r * kHiddenTile, up + r * kHiddenTile, count, limit, weight, act, h);
-    std::fill(h + count, h + padded(count), 0.0f);
-    if (act == DType::kBF16 && w2.quantizes_input()) {
-      fp8_round_row(h, count);
-    }
-    arrange_row(h, count, row_order(w2.format));
+    finish_hidden(
+        job, first + r, gate + r * kHiddenTile, up + r * kHiddenTile, begin, count, limit, act);
   }
 }
 
@@ -111,6 +127,60 @@ void add_outputs(const Job& job, int64_t begin, int64_t count, DType act, float*
       add_rounded(y + r * count, count, act, sum + row * count);
     }
   }
+}
+
+// y of at most kDecodeRows rows.
+void few_rows(OpContext& ctx,
+              Scratch& scratch,
+              InputRows& inputs,
+              const std::vector<Job>& jobs,
+              const ExpertsArgs& args) {
+  const int64_t t = args.x.dim(0), d = args.x.dim(1);
+  const DType act = args.x.dtype;
+  std::vector<Product> in, out;  // per job: w1 and w3; w2
+  for (const Job& job : jobs) {
+    for (const Weight* weight : {&job.expert->w1, &job.expert->w3}) {
+      RowSet x = inputs.get(*weight);
+      x.index = job.rows;
+      float* y = scratch.array<float>(job.count * weight->out);
+      in.push_back({weight, x, {y, DType::kF32, {job.count, weight->out}}});
+    }
+    const RowSet h = {job.hidden, row_stride(job.expert->w1.out)};
+    float* y = scratch.array<float>(job.count * d);
+    out.push_back({&job.expert->w2, h, {y, DType::kF32, {job.count, d}}});
+  }
+  run_products(ctx, in);
+  parallel_for(ctx, static_cast<int64_t>(jobs.size()), 1, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const Job& job = jobs[static_cast<size_t>(i)];
+      const auto at = static_cast<size_t>(2 * i);
+      const int64_t f = job.expert->w1.out;
+      for (int64_t row = 0; row < job.count; ++row) {
+        const float* gate = in[at].y.as<float>() + row * f;
+        const float* up = in[at + 1].y.as<float>() + row * f;
+        finish_hidden(job, row, gate, up, 0, f, args.limit, act);
+      }
+    }
+  });
+  run_products(ctx, out);
+  float* sum = scratch.array<float>(t * d);
+  parallel_for(ctx, d, kSumGrain, [&](int64_t begin, int64_t end) {
+    for (int64_t row = 0; row < t; ++row) {
+      std::fill(sum + row * d + begin, sum + row * d + end, 0.0f);
+    }
+    for (size_t i = 0; i < jobs.size(); ++i) {
+      for (int64_t r = 0; r < jobs[i].count; ++r) {
+        const int64_t row = jobs[i].rows == nullptr ? r : jobs[i].rows[r];
+        const float* y = out[i].y.as<float>() + r * d + begin;
+        add_rounded(y, end - begin, act, sum + row * d + begin);
+      }
+    }
+    const int64_t width = dtype_bytes(act);
+    for (int64_t row = 0; row < t; ++row) {
+      auto* y = static_cast<uint8_t*>(args.y.data) + (row * d + begin) * width;
+      store_row(sum + row * d + begin, end - begin, y, act);
+    }
+  });
 }
 
 }  // namespace
@@ -132,7 +202,15 @@ Status experts(OpContext& ctx, const ExpertsArgs& args) {
     jobs.push_back({&shared, nullptr, nullptr, t});
   }
 
+  for (Job& job : jobs) {
+    job.hidden = scratch.array<float>(job.count * row_stride(job.expert->w1.out));
+  }
+
   InputRows inputs(ctx, scratch, args.x, 1, true);
+  if (t <= kDecodeRows) {
+    few_rows(ctx, scratch, inputs, jobs, args);
+    return {};
+  }
   std::vector<std::array<RowSet, 2>> x;
   int64_t channels = 0, tasks = 0;
   for (const Job& job : jobs) {
@@ -142,7 +220,6 @@ Status experts(OpContext& ctx, const ExpertsArgs& args) {
       std::clamp<int64_t>(channels / (kHiddenTasks * thread_count(ctx)) / 32 * 32, 32, kHiddenTile);
   for (Job& job : jobs) {
     x.push_back({inputs.get(job.expert->w1), inputs.get(job.expert->w3)});
-    job.hidden = scratch.array<float>(job.count * row_stride(job.expert->w1.out));
     job.first_task = tasks;
     tasks += ceil_div(job.expert->w1.out, hidden) * ceil_div(job.count, kRowChunk);
   }

@@ -42,7 +42,7 @@ Status linear(OpContext& ctx, const LinearArgs& args) {
   for (const LinearTarget& target : args.targets) {
     products.push_back({target.weight, inputs.get(*target.weight), target.y, args.groups});
   }
-  run_products(ctx, products, args.x.dim(0));
+  run_products(ctx, products);
   return {};
 }
 
@@ -53,7 +53,7 @@ Status gate(OpContext& ctx, const GateArgs& args) {
   float* scores = scratch.array<float>(t * e);
   const std::array<Product, 1> product = {
       Product{&args.weight, inputs.get(args.weight), {scores, DType::kF32, {t, e}}}};
-  run_products(ctx, product, t);
+  run_products(ctx, product);
   parallel_for(ctx, t, 1, [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
       float* score = scores + row * e;

@@ -33,13 +33,13 @@ class InputRows {
   size_t count_ = 0;
 };
 
-// y = x W^T, rounded to y's dtype.
+// y = x W^T, rounded to y's dtype; rows are those of y.
 struct Product {
   const Weight* weight = nullptr;
   RowSet x;
   TensorView y;  // [T, out]
   int64_t groups = 1;
 };
-void run_products(OpContext& ctx, std::span<const Product> products, int64_t rows);
+void run_products(OpContext& ctx, std::span<const Product> products);
 
 }  // namespace cachalot::ops::cpu

@@ -155,6 +155,17 @@ void weight_dots(const Weight& weight,
                  int64_t rows,
                  float* result,
                  int64_t ld);
+// The same for few rows (rows <= kDecodeRows) and kStreams runs of outputs at once, `apart` apart:
+// result[r * ld + s * count + i] = x_r . W[begin + s * apart + i] for s < kStreams, i < count.
+void weight_streams(const Weight& weight,
+                    int64_t begin,
+                    int64_t apart,
+                    int64_t count,
+                    const RowSet& x,
+                    int64_t rows,
+                    float* result,
+                    int64_t ld);
+constexpr int kStreams = 4;
 // How many outputs and rows weight_dots handles at a time: good sizes for a task. One decoded panel
 // has kPanelOutputs outputs; the rows' stretch of K stays in L2 for all panels of a tile.
 constexpr int64_t kPanelOutputs = 12;

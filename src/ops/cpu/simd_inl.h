@@ -222,17 +222,30 @@ HWY_INLINE void decode_e2m1(const uint8_t* codes,
 // 2^-120, subnormals included. Shifts and a mask beat the conversion through half floats by far on
 // Zen 3. Subnormal codes are subnormal floats here, which some processors multiply slowly, but they
 // are rare.
-constexpr uint32_t kE4m3Bits = 0x87F00000u;
-HWY_INLINE void decode_e4m3_pairs(const uint8_t* codes, hn::Vec<U32> (&pairs)[kBlockVecs / 2]) {
-  const hn::Repartition<uint8_t, F32> d8;
-  const hn::Repartition<int16_t, F32> d16;
-  const U32 du;
-  for (int64_t group = 0; group < kBlockVecs / 4; ++group) {
-    const auto words = hn::BitCast(d16, hn::LoadU(d8, codes + group * 4 * kLanes));
-    pairs[2 * group] = hn::BitCast(du, hn::ShiftRight<4>(hn::ShiftLeft<8>(words)));
-    pairs[2 * group + 1] = hn::BitCast(du, hn::ShiftRight<4>(words));
+class E4m3Block {
+ public:
+  E4m3Block() = default;
+  HWY_INLINE explicit E4m3Block(const uint8_t* codes) {
+    const hn::Repartition<uint8_t, F32> d8;
+    const hn::Repartition<int16_t, F32> d16;
+    const U32 du;
+    for (int64_t group = 0; group < kBlockVecs / 4; ++group) {
+      const auto words = hn::BitCast(d16, hn::LoadU(d8, codes + group * 4 * kLanes));
+      pairs_[2 * group] = hn::BitCast(du, hn::ShiftRight<4>(hn::ShiftLeft<8>(words)));
+      pairs_[2 * group + 1] = hn::BitCast(du, hn::ShiftRight<4>(words));
+    }
   }
-}
+
+  HWY_INLINE Vec vector(int64_t v) const {
+    const auto& pairs = pairs_[v / 4 * 2 + v % 2];
+    const auto bits = v % 4 < 2 ? hn::ShiftLeft<16>(pairs) : pairs;
+    return hn::BitCast(F32(), hn::And(bits, hn::Set(U32(), kE4m3Bits)));
+  }
+
+ private:
+  static constexpr uint32_t kE4m3Bits = 0x87F00000u;
+  hn::Vec<U32> pairs_[kBlockVecs / 2];
+};
 
 // Storage of 32 values per format.
 template <WeightFormat kFormat>
@@ -267,7 +280,7 @@ class WeightBlock {
     if constexpr (kFormat == WeightFormat::kFp4Row) {
       decode_e2m1(bytes, scale, pairs_);
     } else if constexpr (kFormat == WeightFormat::kFp8Block) {
-      decode_e4m3_pairs(bytes, pairs_);
+      codes_ = E4m3Block(bytes);
       // 2^(scale - 127 + 60): with the unit of 2^60 it keeps the products exact.
       factor_ = hn::Set(F32(), kE8m0Times2p60[scale]);
     } else if constexpr (kFormat == WeightFormat::kFp8Row) {
@@ -289,9 +302,7 @@ class WeightBlock {
                          v / kHalves % 2 == 0 ? hn::ShiftLeft<16>(pairs)
                                               : hn::And(pairs, hn::Set(du, 0xFFFF0000u)));
     } else if constexpr (kFormat == WeightFormat::kFp8Block) {
-      const auto& pairs = pairs_[v / 4 * 2 + v % 2];
-      const auto bits = v % 4 < 2 ? hn::ShiftLeft<16>(pairs) : pairs;
-      return hn::Mul(hn::BitCast(F32(), hn::And(bits, hn::Set(du, kE4m3Bits))), factor_);
+      return hn::Mul(codes_.vector(v), factor_);
     } else {
       return hn::Mul(decode_e4m3(bytes_ + v * kLanes), factor_);
     }
@@ -300,6 +311,7 @@ class WeightBlock {
  private:
   const uint8_t* bytes_;
   Vec factor_;
+  E4m3Block codes_;
   hn::Vec<U32> pairs_[kBlockVecs / 2];
 };
 

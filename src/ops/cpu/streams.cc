@@ -143,7 +143,7 @@ Status hc_site(OpContext& ctx, const HcSiteArgs& args) {
     });
     const std::array<Product, 1> product = {
         Product{&site.fn(), {streams, stride}, {mix, DType::kF32, {t, coefficients}}}};
-    run_products(ctx, product, t);
+    run_products(ctx, product);
     parallel_for(ctx, t, 8, [&](int64_t begin, int64_t end) {
       site.finish(begin, end - begin, mix + begin * coefficients, factor + begin);
     });
@@ -216,7 +216,7 @@ Status head(OpContext& ctx, const HeadArgs& args) {
     }
   });
   const std::array<Product, 1> product = {Product{&args.weight, {rows, padded(d)}, args.logits}};
-  run_products(ctx, product, n);
+  run_products(ctx, product);
   return {};
 }
 
@@ -240,7 +240,7 @@ Status draft_head(OpContext& ctx, const DraftHeadArgs& args) {
   const std::array<Product, 2> products = {
       Product{&args.head, {embed, padded(r)}, args.logits},
       Product{&args.proj, {joined, padded(d + r)}, args.confidence}};
-  run_products(ctx, products, n);
+  run_products(ctx, products);
   parallel_for(ctx, n, 1, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       const float* base = args.base.as<float>() + args.select.as<int32_t>()[i] * v;
