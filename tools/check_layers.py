@@ -12,16 +12,18 @@ ALLOWED = {
     "base": set(),
     "tensor": {"base"},
     "text": {"base"},
+    "image": {"base"},
     "quant": {"tensor", "base"},
     "io": {"tensor", "quant", "base"},
     "ops": {"quant", "tensor", "base"},
     "model": {"ops", "io", "quant", "tensor", "base"},
     "kvcache": {"ops", "io", "quant", "tensor", "base"},
-    "engine": {"model", "kvcache", "text", "ops", "io", "quant", "tensor", "base"},
+    "engine": {"model", "kvcache", "text", "image", "ops", "io", "quant", "tensor", "base"},
     "train": {"model", "text", "ops", "io", "quant", "tensor", "base"},
-    "server": {"engine", "text", "base"},
+    "server": {"engine", "text", "image", "base"},
     "cli": {
-        "server", "engine", "train", "model", "kvcache", "text", "ops", "io", "quant", "tensor", "base"
+        "server", "engine", "train", "model", "kvcache", "text", "image", "ops", "io", "quant", "tensor",
+        "base"
     },
 }
 INCLUDE = re.compile(r'^\s*#\s*include\s+"([a-z_0-9]+)/')

@@ -1,0 +1,256 @@
+#include <gtest/gtest.h>
+#include <openssl/evp.h>
+
+#include <cstring>
+#include <nlohmann/json.hpp>
+#include <string>
+
+#include "base/file.h"
+#include "image/data_url.h"
+#include "image/decode.h"
+#include "image/picture.h"
+#include "image/resize.h"
+
+namespace cachalot::image {
+namespace {
+
+using nlohmann::json;
+
+constexpr Geometry kReleased = {.patch = 14, .cell = 3, .min_pixels = 295936, .max_slots = 1024};
+
+// What tools/image_golden.py wrote.
+const std::string kGolden = CACHALOT_SOURCE_DIR "/tests/image/golden/";
+
+std::vector<uint8_t> golden_file(const std::string& name) {
+  const Result<std::string> bytes = read_file(kGolden + name);
+  EXPECT_TRUE(bytes.ok()) << name;
+  return {bytes->begin(), bytes->end()};
+}
+
+json expected(const char* key) {
+  return json::parse(*read_file(kGolden + "expected.json"))[key];
+}
+
+std::string sha256(const std::vector<uint8_t>& bytes) {
+  uint8_t digest[32];
+  EVP_Digest(bytes.data(), bytes.size(), digest, nullptr, EVP_sha256(), nullptr);
+  std::string text;
+  for (const uint8_t byte : digest) {
+    constexpr char kDigits[] = "0123456789abcdef";
+    text += {kDigits[byte >> 4], kDigits[byte & 15]};
+  }
+  return text;
+}
+
+Geometry geometry_of(const json& list) {
+  return {.patch = list[0], .cell = list[1], .min_pixels = list[2], .max_slots = list[3]};
+}
+
+Size size_of(const json& list) {
+  return {list[0], list[1]};
+}
+
+// The pattern of tools/image_golden.py.
+Pixels pattern(Size size) {
+  Pixels out{size, std::vector<uint8_t>(static_cast<size_t>(size.width * size.height * 3))};
+  uint32_t state = 12345;
+  for (size_t i = 0; i < out.rgb.size(); ++i) {
+    state = (state * 1103515245u + 12345u) & 0x7FFFFFFF;
+    out.rgb[i] = static_cast<uint8_t>(i % 8 != 0 ? state >> 16 : (state & 0x10000) != 0 ? 255 : 0);
+  }
+  return out;
+}
+
+TEST(Decode, FilesOfEveryFormatAreAsPillowReadsThem) {
+  for (const json& entry : expected("decode")) {
+    const std::string name = entry["file"];
+    const Result<Pixels> pixels = decode(golden_file(name));
+    ASSERT_TRUE(pixels.ok()) << name << ": " << pixels.error().message();
+    EXPECT_EQ(pixels->size, size_of(entry["size"])) << name;
+    EXPECT_EQ(sha256(pixels->rgb), entry["sha256"]) << name;
+    EXPECT_EQ(*read_size(golden_file(name)), pixels->size) << name;
+  }
+}
+
+TEST(Decode, DamagedFilesAreRefused) {
+  for (const json& entry : expected("decode")) {
+    const std::string name = entry["file"];
+    std::vector<uint8_t> file = golden_file(name);
+    for (const size_t left : {file.size() / 2, size_t{20}, size_t{8}, size_t{3}}) {
+      file.resize(left);
+      const Result<Pixels> pixels = decode(file);
+      ASSERT_FALSE(pixels.ok()) << name << " of " << left << " bytes";
+      EXPECT_EQ(pixels.error().code(), Code::kInvalidArgument) << name;
+    }
+  }
+  EXPECT_EQ(decode({}).error().message(), "not a JPEG, PNG, WebP or GIF image");
+}
+
+TEST(Decode, ImagesBeyondTheLimitsAreRefusedByTheirHeader) {
+  std::vector<uint8_t> file = golden_file("rgb.png");
+  const auto set = [&](size_t at, uint32_t value) {
+    for (size_t i = 0; i < 4; ++i) {
+      file[at + i] = static_cast<uint8_t>(value >> (24 - 8 * i));
+    }
+  };
+  set(16, 10'000);
+  set(20, 5'001);
+  // A header's own checksum is checked before its size.
+  uint32_t crc = 0xFFFFFFFF;
+  for (size_t i = 12; i < 29; ++i) {
+    crc ^= file[i];
+    for (int bit = 0; bit < 8; ++bit) {
+      crc = crc >> 1 ^ (0xEDB88320 & (0 - (crc & 1)));
+    }
+  }
+  set(29, ~crc);
+  EXPECT_EQ(decode(file).error().message(),
+            "PNG: the image has 10000 x 5001 pixels, at most 50 million are taken");
+  file = golden_file("rgb.png");
+  file.resize(kMaxFileBytes + 1);
+  EXPECT_EQ(decode(file).error().message(),
+            "the image file has 20000001 bytes, at most 20000000 are taken");
+}
+
+TEST(Resize, HasPillowsBits) {
+  for (const json& entry : expected("resize")) {
+    const Pixels out = resize(pattern(size_of(entry["from"])), size_of(entry["to"]));
+    EXPECT_EQ(out.size, size_of(entry["to"]));
+    EXPECT_EQ(sha256(out.rgb), entry["sha256"]) << entry;
+  }
+}
+
+TEST(Fit, SizesOfTheReleasedModel) {
+  struct Row {
+    Size image, box;
+    int64_t columns, rows, slots;
+    Size content;
+  };
+  constexpr Row kRows[] = {
+      {{1, 1}, {546, 546}, 13, 13, 184, {546, 546}},
+      {{100, 100}, {546, 546}, 13, 13, 184, {546, 546}},
+      {{544, 544}, {546, 546}, 13, 13, 184, {546, 546}},
+      {{640, 480}, {644, 490}, 16, 12, 206, {644, 483}},
+      {{1000, 700}, {1008, 700}, 24, 17, 427, {1000, 700}},
+      {{1302, 1302}, {1302, 1302}, 31, 31, 994, {1302, 1302}},
+      {{1344, 1344}, {1302, 1302}, 31, 31, 994, {1302, 1302}},
+      {{1920, 1080}, {1708, 966}, 41, 23, 968, {1708, 961}},
+      {{1080, 1920}, {966, 1708}, 23, 41, 986, {961, 1708}},
+      {{4000, 3000}, {1512, 1134}, 36, 27, 1001, {1512, 1134}},
+      {{10000, 100}, {10010, 112}, 239, 3, 722, {10010, 100}},
+      {{50, 60000}, {42, 21462}, 1, 511, 1024, {18, 21462}},
+      {{60000, 50}, {42882, 42}, 1021, 1, 1024, {42882, 36}},
+  };
+  for (const Row& row : kRows) {
+    const Result<Fit> found = fit(kReleased, row.image);
+    ASSERT_TRUE(found.ok());
+    EXPECT_EQ(found->box, row.box) << row.image.width << " x " << row.image.height;
+    EXPECT_EQ(found->content, row.content) << row.image.width << " x " << row.image.height;
+    EXPECT_EQ(found->slots, row.slots);
+    EXPECT_EQ(found->slots, row.rows * (row.columns + 1) + 2);
+  }
+  EXPECT_EQ(fit(kReleased, {1, 60000}).error().message(),
+            "an image of 1 x 60000 pixels is too long and narrow for this model");
+}
+
+TEST(Fit, SizesOfAnotherImplementation) {
+  int refused = 0;
+  for (const json& entry : expected("plan")) {
+    const Result<Fit> found = fit(geometry_of(entry["geometry"]), size_of(entry["image"]));
+    ASSERT_EQ(found.ok(), !entry["box"].is_null()) << entry;
+    if (!found.ok()) {
+      ++refused;
+      continue;
+    }
+    EXPECT_EQ(found->box, size_of(entry["box"])) << entry;
+    EXPECT_EQ(found->content, size_of(entry["content"])) << entry;
+    EXPECT_EQ(found->slots, entry["slots"]) << entry;
+    EXPECT_GE(found->left, 0);
+    EXPECT_LE(found->left + found->content.width, found->box.width);
+    EXPECT_GE(found->top, 0);
+    EXPECT_LE(found->top + found->content.height, found->box.height);
+  }
+  EXPECT_GT(refused, 0);
+}
+
+TEST(Picture, IsTheImageInItsBox) {
+  for (const json& entry : expected("fit")) {
+    const Geometry geometry = geometry_of(entry["geometry"]);
+    const std::vector<uint8_t> file = golden_file(entry["file"]);
+    const Result<Picture> picture = make_picture(file, geometry);
+    ASSERT_TRUE(picture.ok()) << picture.error().message();
+    EXPECT_EQ(sha256(picture->rgb), entry["sha256"]) << entry;
+    EXPECT_EQ(picture->slots, entry["slots"]) << entry;
+    EXPECT_EQ(*count_slots(file, geometry), picture->slots);
+    EXPECT_EQ(static_cast<int64_t>(picture->rgb.size()),
+              picture->rows * picture->columns * geometry.patch * geometry.patch * 3);
+  }
+}
+
+TEST(Picture, PatchesAreRowsOfChannelsRowsAndColumns) {
+  // 3 x 2 patches of 2 x 2 pixels; a sample is its place.
+  Picture picture{.patch = 2, .rows = 2, .columns = 3};
+  for (uint8_t i = 0; i < 72; ++i) {
+    picture.rgb.push_back(i);
+  }
+  const std::vector<float> patches = picture.patches();
+  ASSERT_EQ(patches.size(), 72u);
+  const auto value = [](int sample) { return (static_cast<float>(sample) / 255.0f - 0.5f) / 0.5f; };
+  // Patch (1, 2): rows 2 and 3, columns 4 and 5, of 6 pixels each; its second channel.
+  const float* patch = patches.data() + (1 * 3 + 2) * 12 + 4;
+  EXPECT_EQ(patch[0], value((2 * 6 + 4) * 3 + 1));
+  EXPECT_EQ(patch[1], value((2 * 6 + 5) * 3 + 1));
+  EXPECT_EQ(patch[2], value((3 * 6 + 4) * 3 + 1));
+  EXPECT_EQ(patch[3], value((3 * 6 + 5) * 3 + 1));
+  EXPECT_EQ(patches[0], -1.0f);
+}
+
+TEST(Picture, TheDigestNamesWhatTheTowerSees) {
+  const auto digest = [](const char* name, const Geometry& geometry) {
+    return make_picture(golden_file(name), geometry)->digest;
+  };
+  const Digest plain = digest("rgb.png", kReleased);
+  EXPECT_EQ(digest("rgb.png", kReleased), plain);
+  EXPECT_EQ(digest("lossless.webp", kReleased), plain);  // the same pixels in another file
+  EXPECT_NE(digest("gray.png", kReleased), plain);
+  // The same pixels in other cells.
+  Geometry geometry = kReleased;
+  geometry.cell = 2;
+  const Picture cells = *make_picture(golden_file("rgb.png"), geometry);
+  EXPECT_TRUE(cells.rgb == make_picture(golden_file("rgb.png"), kReleased)->rgb);
+  EXPECT_NE(cells.digest, plain);
+}
+
+TEST(DataUrl, OfAnyBytesIsReadBack) {
+  std::vector<uint8_t> bytes;
+  for (int i = 0; i < 300; ++i) {
+    EXPECT_EQ(*read_data_url(make_data_url(bytes)), bytes) << i;
+    bytes.push_back(static_cast<uint8_t>(i * 37));
+  }
+}
+
+TEST(DataUrl, GivesTheBytes) {
+  const auto text = [](std::string_view url) {
+    const Result<std::vector<uint8_t>> bytes = read_data_url(url);
+    return bytes.ok() ? std::string(bytes->begin(), bytes->end()) : bytes.error().message();
+  };
+  EXPECT_EQ(text("data:image/png;base64,aGVsbG8gdGhlcmU="), "hello there");
+  EXPECT_EQ(text("data:;base64,aGVsbG8gdGhlcmU"), "hello there");
+  EXPECT_EQ(text("data:image/png;base64,aGVs\r\nbG8g\ndGhlcmU=\n"), "hello there");
+  EXPECT_EQ(text("data:image/png;base64,"), "");
+  EXPECT_EQ(text("data:a;base64,+/-_"), "\xfb\xff\xbf");
+  EXPECT_EQ(text("data:a;base64,aGVsbG8gd"), "the base64 data is cut off");
+  EXPECT_EQ(text("data:a;base64,aG s"), "byte 2 of the base64 data is none of its digits");
+  EXPECT_EQ(text("data:a;base64,aG=s"), "byte 2 of the base64 data is none of its digits");
+  for (const char* url : {"data:image/png,hello", "file:///etc/passwd", "", "data:;base64"}) {
+    EXPECT_EQ(text(url), "the image must be a URL of the form data:image/png;base64,DATA") << url;
+  }
+  EXPECT_EQ(
+      text("https://example.com/a.png"),
+      "this server fetches nothing from the network; send the image as a data: URL in base64");
+  EXPECT_EQ(text("data:a;base64," + std::string(kMaxFileBytes / 3 * 4 + 100, 'A')),
+            "the image file has more than 20000000 bytes");
+}
+
+}  // namespace
+}  // namespace cachalot::image
