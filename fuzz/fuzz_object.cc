@@ -33,8 +33,8 @@ CacheLayout layout() {
 }
 
 void parse(const PrefixKey& key, std::string_view bytes) {
-  std::vector<int32_t> tokens;
-  const auto object = cachalot::kvcache::parse_object(layout(), key, bytes, tokens);
+  std::vector<int32_t> words;
+  const auto object = cachalot::kvcache::parse_object(layout(), key, bytes, words);
   if (!object.ok()) {
     CACHALOT_CHECK(object.error().code() == cachalot::Code::kDataLoss);
     return;
@@ -56,14 +56,14 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
     return 0;
   }
   const bool page = data[0] % 2 == 0;
-  const std::vector<int32_t> tokens(page ? 4 : data[0] % 4, 7);
+  const std::vector<int32_t> words(page ? 4 : data[0] % 4, 7);
   const std::vector<uint8_t> rows(static_cast<size_t>(layout().page_bytes()), 1);
   const std::vector<uint8_t> state(static_cast<size_t>(layout().state_bytes()), 2);
   const Object object{.kind = page ? ObjectKind::kPage : ObjectKind::kState,
                       .parent = {},
-                      .tokens = tokens,
+                      .words = words,
                       .first = page ? rows : state,
-                      .second = page || tokens.empty() ? std::span<const uint8_t>() : rows};
+                      .second = page || words.empty() ? std::span<const uint8_t>() : rows};
   std::string bytes = encode_object(layout(), object);
   parse(object.key(), bytes);
   // Each three bytes of the input: where, and the byte to put there. The end is cut by the first.

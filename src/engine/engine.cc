@@ -9,10 +9,14 @@
 #include "base/clock.h"
 #include "base/format.h"
 #include "base/log.h"
+#include "engine/prompt_images.h"
 #include "engine/scheduler.h"
 
 namespace cachalot::engine {
 namespace {
+
+// How late a request may end for want of time while nothing but images is at work.
+constexpr std::chrono::milliseconds kExpiryInterval{100};
 
 // A Scheduler with a thread of its own. Everything under `mutex_` is shared with the callers;
 // everything else belongs to the engine thread.
@@ -23,8 +27,16 @@ class ThreadedEngine : public Engine {
         options_(scheduler->options()),
         stats_(scheduler->stats()),
         weights_(runtime.loaded()),
-        scheduler_(std::move(scheduler)),
-        thread_([this] { run(); }) {}
+        scheduler_(std::move(scheduler)) {
+    scheduler_->on_image([this] {
+      {
+        const std::lock_guard lock(mutex_);
+        image_ready_ = true;
+      }
+      wake_.notify_one();
+    });
+    thread_ = std::thread([this] { run(); });
+  }
 
   ~ThreadedEngine() override {
     {
@@ -51,8 +63,18 @@ class ThreadedEngine : public Engine {
                      "{} requests are running or waiting, try again later",
                      present);
       }
+      const int64_t bytes = engine::image_bytes(request, runtime_.config());
+      int64_t taken = stats_.image_bytes;
+      for (const Submission& s : submitted_) {
+        taken += s.image_bytes;
+      }
+      if (bytes > 0 && taken + bytes > options_.image_bytes) {
+        return error(Code::kResourceExhausted,
+                     "the images of other requests take {} bytes of memory, try again later",
+                     taken);
+      }
       id = ++last_id_;
-      submitted_.push_back({id, std::move(request), std::move(sink)});
+      submitted_.push_back({id, std::move(request), std::move(sink), bytes});
     }
     wake_.notify_one();
     return id;
@@ -124,6 +146,7 @@ class ThreadedEngine : public Engine {
     RequestId id;
     EngineRequest request;
     EventSink sink;
+    int64_t image_bytes = 0;
   };
 
   bool is_empty() const { return submitted_.empty() && stats_.running + stats_.waiting == 0; }
@@ -173,16 +196,24 @@ class ThreadedEngine : public Engine {
       std::vector<RequestId> cancelled;
       {
         std::unique_lock lock(mutex_);
-        wake_.wait(lock, [&] {
-          return !scheduler_->idle() || !submitted_.empty() || !cancelled_.empty() || cancelling_ ||
-                 next_weights_ != nullptr;
-        });
+        const auto told = [&] {
+          return !submitted_.empty() || !cancelled_.empty() || cancelling_ ||
+                 next_weights_ != nullptr || std::exchange(image_ready_, false);
+        };
+        if (scheduler_->blocked()) {
+          wake_.wait_for(lock, kExpiryInterval, told);  // requests may run out of time
+        } else if (scheduler_->idle()) {
+          wake_.wait(lock, told);
+        }
         submitted.swap(submitted_);
         cancelled.swap(cancelled_);
         cancel_all = std::exchange(cancelling_, false);
         stop = stopping_;
         // They count as waiting until the scheduler says otherwise.
         stats_.waiting += static_cast<int64_t>(submitted.size());
+        for (const Submission& s : submitted) {
+          stats_.image_bytes += s.image_bytes;
+        }
       }
       for (Submission& s : submitted) {
         scheduler_->add(s.id, std::move(s.request), std::move(s.sink));
@@ -210,6 +241,7 @@ class ThreadedEngine : public Engine {
   std::condition_variable empty_;  // all requests have ended
   std::deque<Submission> submitted_;
   std::vector<RequestId> cancelled_;
+  bool image_ready_ = false;
   bool draining_ = false;
   bool cancelling_ = false;
   bool stopping_ = false;
@@ -222,7 +254,7 @@ class ThreadedEngine : public Engine {
   std::mutex loading_;  // of load_weights()
 
   std::unique_ptr<Scheduler> scheduler_;
-  std::thread thread_;  // last: it starts when all else is there
+  std::thread thread_;
 };
 
 }  // namespace

@@ -19,6 +19,7 @@
 #include "engine/runtime.h"
 #include "engine/sampler.h"
 #include "engine/speculation.h"
+#include "image/picture.h"
 #include "kvcache/tiers.h"
 
 namespace cachalot::engine {
@@ -41,8 +42,15 @@ class TokenConstraint {
   virtual bool finished() const = 0;
 };
 
+// An image of a prompt; see prompt_images.h.
+struct PromptImage {
+  int64_t position = 0;  // of its first slot
+  std::shared_ptr<const image::Picture> picture;
+};
+
 struct EngineRequest {
-  std::vector<int32_t> prompt;  // at least one token
+  std::vector<int32_t> prompt;      // at least one token
+  std::vector<PromptImage> images;  // in the order of the prompt, whose slots have image_token_id
   SamplingParams sampling;
   int64_t max_tokens = 16;        // 0 with prompt_logprobs alone: score the prompt
   std::vector<std::string> stop;  // ends the text before the first of these
@@ -121,6 +129,9 @@ struct EngineStats {
   uint64_t preemptions = 0;
   uint64_t evictions = 0;
   int64_t last_batch_rows = 0;  // rows of the last step
+  int64_t image_bytes = 0;      // EngineOptions::image_bytes, as far as they are taken
+  uint64_t images_reused = 0;   // whose rows were there
+  Histogram image_seconds;      // of every image that was encoded
   std::string weights;          // LoadedModel::fingerprint() of those in use
   int64_t weight_versions = 0;  // in memory: those in use, and replaced ones with requests left
   uint64_t weight_swaps = 0;
@@ -140,8 +151,12 @@ struct EngineOptions {
   // Window states kept for prefixes of earlier requests, beside those of running ones.
   int64_t cached_states = 256;
   std::chrono::seconds state_ttl{300};  // since the last use
-  SpeculationOptions speculation;       // of a runtime with a drafter
-  kvcache::TierOptions tiers;           // stores behind the page pools
+  // Pixels and rows of the images of requests that were not answered yet, at most; more are
+  // refused.
+  int64_t image_bytes = int64_t{4} << 30;
+  int64_t image_cache_bytes = int64_t{512} << 20;  // rows of images used lately
+  SpeculationOptions speculation;                  // of a runtime with a drafter
+  kvcache::TierOptions tiers;                      // stores behind the page pools
 
   // Requests that are taken at a time.
   int64_t max_present() const { return max_running + max_waiting; }

@@ -10,6 +10,7 @@ namespace {
 
 EngineRequest engine_request(const GenerateRequest& request) {
   return {.prompt = request.prompt,
+          .images = request.images,
           .sampling = request.sampling,
           .max_tokens = request.max_tokens,
           .stop = request.stop,

@@ -19,7 +19,8 @@ namespace cachalot::engine {
 using TokenLogprob = std::pair<int32_t, float>;
 
 struct GenerateRequest {
-  std::vector<int32_t> prompt;  // at least one token
+  std::vector<int32_t> prompt;      // at least one token
+  std::vector<PromptImage> images;  // as EngineRequest has them
   SamplingParams sampling;
   int64_t max_tokens = 16;
   std::vector<std::string> stop;  // ends the text before the first of these

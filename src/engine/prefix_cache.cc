@@ -20,8 +20,10 @@ bool keeps_state_after(int64_t pages) {
 }
 
 // At least one token of a prompt is left to run, for its logits.
-std::span<const int32_t> all_but_last(const std::vector<int32_t>& tokens) {
-  return {tokens.data(), tokens.size() - 1};
+kvcache::PrefixContent all_but_last(const Sequence& sequence) {
+  kvcache::PrefixContent content = sequence.content();
+  content.tokens = content.tokens.first(content.tokens.size() - 1);
+  return content;
 }
 
 }  // namespace
@@ -47,10 +49,9 @@ void PrefixCache::retire() {
   index_.clear();
 }
 
-std::span<const int32_t> PrefixCache::page_of(std::span<const int32_t> tokens,
-                                              int64_t index) const {
-  return tokens.subspan(static_cast<size_t>(index * page_tokens_),
-                        static_cast<size_t>(page_tokens_));
+std::vector<int32_t> PrefixCache::page_of(const kvcache::PrefixContent& content,
+                                          int64_t index) const {
+  return content.words(index * page_tokens_, (index + 1) * page_tokens_);
 }
 
 // What was computed before.
@@ -60,17 +61,20 @@ void PrefixCache::read_ahead(Sequence& sequence) {
   if (tiers_ == nullptr || !enabled_ || sequence.request.prompt_logprobs) {
     return;
   }
-  const std::span<const int32_t> tokens = all_but_last(sequence.tokens);
+  const kvcache::PrefixContent content = all_but_last(sequence);
   const auto none = [](int64_t, int64_t) { return false; };
-  const auto known = static_cast<int64_t>(index_.find(tokens, none, now_seconds()).pages.size());
+  const auto known = static_cast<int64_t>(index_.find(content, none, now_seconds()).pages.size());
   kvcache::PrefixKey key = index_.root();
   for (int64_t i = 0; i < known; ++i) {
-    key = key.then(page_of(tokens, i));
+    key = key.then(page_of(content, i));
   }
-  const std::span<const int32_t> rest = tokens.subspan(static_cast<size_t>(known * page_tokens_));
-  if (static_cast<int64_t>(rest.size()) >= page_tokens_) {
+  std::vector<std::vector<int32_t>> rest;
+  for (int64_t i = known; (i + 1) * page_tokens_ <= std::ssize(content.tokens); ++i) {
+    rest.push_back(page_of(content, i));
+  }
+  if (!rest.empty()) {
     sequence.loaded_from = known;
-    sequence.load = tiers_->load(key, {rest.begin(), rest.end()});
+    sequence.load = tiers_->load(key, std::move(rest));
   }
 }
 
@@ -94,13 +98,13 @@ Status PrefixCache::absorb(Sequence& sequence) {
     CACHALOT_RETURN_IF_ERROR(pool.memory().write(
         target->data(), object.first.data(), static_cast<int64_t>(object.first.size()), nullptr));
     if (is_page) {
-      if (index_.keep_page(object.parent, object.tokens, *target) == nullptr) {
+      if (index_.keep_page(object.parent, object.words, *target) == nullptr) {
         return {};
       }
       ++pages;
     } else {
       index_.keep_state({.parent = object.parent,
-                         .tokens = {},
+                         .words = {},
                          .position = pages * page_tokens_,
                          .decoder_from = object.decoder_from,
                          .draft_from = object.draft_from,
@@ -126,8 +130,7 @@ Prefix PrefixCache::find(Sequence& sequence) {
   const auto serves = [&](int64_t position, int64_t rows_from) {
     return replay_.serves(sequence.prompt, position, rows_from);
   };
-  kvcache::PrefixIndex::Match match =
-      index_.find(all_but_last(sequence.tokens), serves, now_seconds());
+  kvcache::PrefixIndex::Match match = index_.find(all_but_last(sequence), serves, now_seconds());
   sequence.shared_prefix = static_cast<int64_t>(match.pages.size()) * page_tokens_;
   const model::Replay replay = replay_.from_rows(sequence.prompt, sequence.shared_prefix);
   const int64_t position = match.state.has_value() ? match.state->position : 0;
@@ -159,15 +162,16 @@ Status PrefixCache::attach(Sequence& sequence, const Prefix& prefix) {
     return {};
   }
   CACHALOT_RETURN_IF_ERROR(sequence.cache->adopt(prefix.pages, prefix.length));
-  int64_t from = prefix.replay.encoder_from;
+  const int64_t from = prefix.first_row();
   if (prefix.state) {
     CACHALOT_RETURN_IF_ERROR(sequence.cache->load_state(prefix.state));
-    from = prefix.length;
   }
   ops::SequenceView& view = sequence.cache->view();
   view.length = from;
   view.lookback = model::engram_lookback(
-      model_, std::span<const int32_t>(sequence.tokens).first(static_cast<size_t>(from)));
+      model_,
+      std::span<const int32_t>(sequence.tokens).first(static_cast<size_t>(from)),
+      sequence.image_positions(0, from));
   return {};
 }
 
@@ -179,7 +183,7 @@ void PrefixCache::begin(Sequence& sequence, int64_t length) const {
   sequence.kept = index_.root();
   sequence.kept_pages = 0;
   for (; (sequence.kept_pages + 1) * page_tokens_ <= length; ++sequence.kept_pages) {
-    sequence.kept = sequence.kept.then(page_of(sequence.tokens, sequence.kept_pages));
+    sequence.kept = sequence.kept.then(page_of(sequence.content(), sequence.kept_pages));
   }
 }
 
@@ -204,7 +208,7 @@ int64_t PrefixCache::next_stop(const Sequence& sequence) const {
 void PrefixCache::keep(Sequence& sequence) {
   sequence.keeping = sequence.keeping && enabled_;
   while (sequence.keeping && (sequence.kept_pages + 1) * page_tokens_ <= sequence.length()) {
-    const std::span<const int32_t> page = page_of(sequence.tokens, sequence.kept_pages);
+    const std::vector<int32_t> page = page_of(sequence.content(), sequence.kept_pages);
     const kvcache::PageRef& own = sequence.cache->page(sequence.kept_pages);
     const kvcache::PageRef* const kept = index_.keep_page(sequence.kept, page, own);
     // An earlier page has the same bits, unless a replay in mode `replay` came before it.
@@ -235,10 +239,8 @@ void PrefixCache::keep_state(Sequence& sequence) {
   if (sequence.length() == whole && tiers_ != nullptr && tiers_->keeps_states()) {
     store(kvcache::ObjectKind::kState, {}, sequence, *state);
   }
-  const std::span<const int32_t> tokens(sequence.tokens);
   index_.keep_state({.parent = sequence.kept,
-                     .tokens = tokens.subspan(static_cast<size_t>(whole),
-                                              static_cast<size_t>(sequence.length() - whole)),
+                     .words = sequence.content().words(whole, sequence.length()),
                      .position = sequence.length(),
                      .decoder_from = sequence.replay.decoder_from,
                      .draft_from = sequence.draft_from,
@@ -250,7 +252,7 @@ void PrefixCache::keep_state(Sequence& sequence) {
 
 // Behind the prefix `sequence.kept`.
 void PrefixCache::store(kvcache::ObjectKind kind,
-                        std::span<const int32_t> tokens,
+                        std::span<const int32_t> words,
                         const Sequence& sequence,
                         const kvcache::PageRef& content) {
   if (tiers_ == nullptr) {
@@ -265,7 +267,7 @@ void PrefixCache::store(kvcache::ObjectKind kind,
     const bool is_state = kind == kvcache::ObjectKind::kState;
     tiers_->put({.kind = kind,
                  .parent = sequence.kept,
-                 .tokens = tokens,
+                 .words = words,
                  .decoder_from = is_state ? sequence.replay.decoder_from : 0,
                  .draft_from = is_state ? sequence.draft_from : 0,
                  .first = bytes,

@@ -24,6 +24,9 @@ struct Prefix {
   kvcache::PageRef state;
   model::Replay replay;
   int64_t draft_from = 0;  // StepSequence::draft_from
+
+  // The first position that runs.
+  int64_t first_row() const { return length == 0 ? 0 : state ? length : replay.encoder_from; }
 };
 
 class PrefixCache {
@@ -67,9 +70,10 @@ class PrefixCache {
   uint64_t evictions() const { return index_.evictions(); }
 
  private:
-  std::span<const int32_t> page_of(std::span<const int32_t> tokens, int64_t index) const;
+  // The words of a whole page.
+  std::vector<int32_t> page_of(const kvcache::PrefixContent& content, int64_t index) const;
   void store(kvcache::ObjectKind kind,
-             std::span<const int32_t> tokens,
+             std::span<const int32_t> words,
              const Sequence& sequence,
              const kvcache::PageRef& content);
 

@@ -6,6 +6,7 @@
 
 #include "base/clock.h"
 #include "base/format.h"
+#include "engine/prompt_images.h"
 
 namespace cachalot::engine {
 namespace {
@@ -19,7 +20,7 @@ constexpr int kReadAhead = 4;
 Scheduler::Scheduler(Runtime& runtime,
                      const EngineOptions& options,
                      std::unique_ptr<kvcache::Tiers> tiers)
-    : runtime_(runtime), options_(options), tiers_(std::move(tiers)) {
+    : runtime_(runtime), options_(options), tiers_(std::move(tiers)), encoder_(runtime.options()) {
   stats_.queue_seconds = Histogram::of_latencies();
   stats_.first_token_seconds = Histogram::of_latencies();
   stats_.inter_token_seconds = Histogram::of_latencies();
@@ -65,8 +66,8 @@ Result<std::unique_ptr<Scheduler>> Scheduler::create(Runtime& runtime,
 
 Result<std::shared_ptr<ModelInstance>> Scheduler::make_instance(
     std::shared_ptr<const LoadedModel> loaded) {
-  auto instance =
-      std::make_shared<ModelInstance>(std::move(loaded), runtime_, options_, tiers_.get());
+  auto instance = std::make_shared<ModelInstance>(
+      std::move(loaded), runtime_, options_, tiers_.get(), encoder_);
   CACHALOT_TRY(instance->runner, runtime_.make_runner(*instance->loaded));
   if (!instance->loaded->model().draft.empty()) {
     instance->speculator = std::make_unique<Speculator>(instance->loaded->model().config,
@@ -82,8 +83,9 @@ Status Scheduler::use(std::shared_ptr<const LoadedModel> loaded) {
     next->speculator->policy().learn_costs(current_->speculator->policy());
   }
   stats_.evictions += current_->prefixes.evictions();
+  stats_.images_reused += current_->images.reused();
   ++stats_.weight_swaps;
-  current_->prefixes.retire();
+  current_->retire();
   replaced_.push_back(std::exchange(current_, std::move(next)));
   runtime_.use(current_->loaded);
   return {};
@@ -102,7 +104,7 @@ Result<std::shared_ptr<ModelInstance>> Scheduler::instance_of(
   }
   // Replaced, and all others of its requests have ended.
   CACHALOT_TRY(std::shared_ptr<ModelInstance> instance, make_instance(loaded));
-  instance->prefixes.retire();
+  instance->retire();
   replaced_.push_back(instance);
   return instance;
 }
@@ -126,6 +128,7 @@ Status Scheduler::check(const EngineRequest& request) const {
   if (request.top_logprobs < 0 || request.top_logprobs > vocab) {
     return invalid("top_logprobs is {}, must be in [0, {}]", request.top_logprobs, vocab);
   }
+  CACHALOT_RETURN_IF_ERROR(check_images(request, runtime_.config(), options_.image_bytes));
   CACHALOT_RETURN_IF_ERROR(validate(request.sampling, vocab));
   const int64_t least = prompt + std::min<int64_t>(request.max_tokens, 1);
   if (least > options_.max_context) {
@@ -164,11 +167,17 @@ void Scheduler::add(RequestId id, EngineRequest request, EventSink sink) {
     return;
   }
   sequence->instance = *std::move(instance);
-  waiting_.emplace(rank, std::move(sequence));
+  if (sequence->images.empty()) {
+    waiting_.emplace(rank, std::move(sequence));
+    return;
+  }
+  sequence->image_bytes = image_bytes(sequence->request, runtime_.config());
+  sequence->first_row = sequence->instance->prefixes.find(*sequence).first_row();
+  encoding_.emplace(rank, std::move(sequence));
 }
 
 void Scheduler::cancel(RequestId id) {
-  for (auto* queue : {&waiting_, &running_}) {
+  for (auto* queue : queues()) {
     for (auto entry = queue->begin(); entry != queue->end(); ++entry) {
       if (entry->second->id == id) {
         finish(*entry->second, {.status = error(Code::kCancelled, "the request was cancelled")});
@@ -180,7 +189,7 @@ void Scheduler::cancel(RequestId id) {
 }
 
 void Scheduler::cancel_all() {
-  for (auto* queue : {&waiting_, &running_}) {
+  for (auto* queue : queues()) {
     for (const auto& [rank, sequence] : *queue) {
       finish(*sequence, {.status = error(Code::kCancelled, "the engine stops")});
     }
@@ -190,7 +199,7 @@ void Scheduler::cancel_all() {
 
 void Scheduler::end_expired() {
   const auto now = std::chrono::steady_clock::now();
-  for (auto* queue : {&waiting_, &running_}) {
+  for (auto* queue : queues()) {
     std::erase_if(*queue, [&](const auto& entry) {
       Sequence& sequence = *entry.second;
       if (!sequence.request.deadline.has_value() || *sequence.request.deadline > now) {
@@ -225,7 +234,45 @@ void Scheduler::prepare() {
   end_expired();
   current_->prefixes.expire(now_seconds());
   std::erase_if(replaced_, [](const auto& instance) { return instance.expired(); });
+  take_encoded();
   admit();
+}
+
+// Images. -----------------------------------------------------------------------------------------
+
+Result<bool> Scheduler::has_images(Sequence& sequence) {
+  bool ready = true;
+  for (size_t i = 0; i < sequence.images.size(); ++i) {
+    if (sequence.images[i].end <= sequence.first_row) {
+      continue;
+    }
+    std::shared_ptr<const EncodedImage>& encoded = sequence.encoded[i];
+    if (encoded == nullptr) {
+      encoded = sequence.instance->images.get(sequence.instance->loaded,
+                                              sequence.request.images[i].picture);
+    }
+    if (!encoded->ready()) {
+      ready = false;
+    } else {
+      CACHALOT_RETURN_IF_ERROR(encoded->rows().status());
+      sequence.instance->images.keep(encoded);
+    }
+  }
+  return ready;
+}
+
+void Scheduler::take_encoded() {
+  for (auto next = encoding_.begin(); next != encoding_.end();) {
+    const auto entry = next++;
+    const Result<bool> ready = has_images(*entry->second);
+    if (!ready.ok()) {
+      finish(*entry->second, {.status = ready.status()});
+      encoding_.erase(entry);
+    } else if (*ready) {
+      entry->second->awaits_images = false;
+      waiting_.insert(encoding_.extract(entry));
+    }
+  }
 }
 
 // Admission. --------------------------------------------------------------------------------------
@@ -267,6 +314,10 @@ void Scheduler::admit() {
       }
       started = *result;
     }
+    if (sequence.awaits_images) {
+      encoding_.insert(waiting_.extract(next));
+      continue;
+    }
     if (started) {
       auto node = waiting_.extract(next);
       running_.insert(std::move(node));
@@ -298,6 +349,15 @@ Result<bool> Scheduler::start(Sequence& sequence) {
     }
     // What the hit pins is what is missing.
     prefix = prefixes.cold(sequence);
+  }
+  if (!resumed) {
+    // Of what was found at first something may be gone.
+    sequence.first_row = prefix.first_row();
+    CACHALOT_TRY(const bool shown, has_images(sequence));
+    sequence.awaits_images = !shown;
+    if (!shown) {
+      return false;
+    }
   }
   // A partly filled last page is copied, a preempted request brings all of its pages.
   current_->prefixes.make_room(resumed ? pages_for(sequence.most_positions()) : 1);
@@ -356,6 +416,13 @@ EngineStats Scheduler::stats() const {
   stats.running = static_cast<int64_t>(running_.size());
   stats.waiting = waiting();
   stats.evictions += current_->prefixes.evictions();
+  stats.images_reused += current_->images.reused();
+  stats.image_seconds = encoder_.seconds();
+  for (const auto* queue : {&encoding_, &waiting_, &running_}) {
+    for (const auto& [rank, sequence] : *queue) {
+      stats.image_bytes += sequence->image_bytes;
+    }
+  }
   stats.weights = current_->loaded->fingerprint();
   stats.weight_versions =
       1 + std::count_if(replaced_.begin(), replaced_.end(), [](const auto& instance) {

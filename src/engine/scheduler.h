@@ -6,6 +6,9 @@
 // came first, half to the one with the least left, so that neither a long prompt nor a stream of
 // short ones starves the other.
 //
+// A request with images waits apart until the vision tower has made their rows, as far as no cache
+// answers them; requests that came later go on meanwhile.
+//
 // Every request belongs to the weights that were in use when it came. After a swap the steps of
 // both versions take turns until the last request of the old one has ended.
 //
@@ -15,13 +18,16 @@
 // Not thread-safe: engine.cc gives it a thread, generator.cc drives it directly.
 #pragma once
 
+#include <array>
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <span>
 #include <vector>
 
 #include "engine/engine.h"
+#include "engine/image_encoder.h"
 #include "engine/logits.h"
 #include "engine/model_instance.h"
 #include "engine/runtime.h"
@@ -46,8 +52,12 @@ class Scheduler {
   void cancel_all();
 
   // Nothing runs and nothing waits.
-  bool idle() const { return running_.empty() && waiting_.empty(); }
-  int64_t waiting() const { return static_cast<int64_t>(waiting_.size()); }
+  bool idle() const { return running_.empty() && waiting_.empty() && encoding_.empty(); }
+  int64_t waiting() const { return std::ssize(waiting_) + std::ssize(encoding_); }
+  // There is nothing to do until an image is ready or the scheduler is told something new.
+  bool blocked() const { return running_.empty() && waiting_.empty() && !encoding_.empty(); }
+  // Called on another thread whenever an image is ready. Before the first add().
+  void on_image(std::function<void()> call) { encoder_.on_ready(std::move(call)); }
 
   // Ends what is out of time and admits what fits.
   void prepare();
@@ -56,6 +66,9 @@ class Scheduler {
   void run(model::Observer* observer = nullptr);
   void step(model::Observer* observer = nullptr) {
     prepare();
+    if (blocked()) {
+      encoder_.wait();
+    }
     run(observer);
   }
 
@@ -76,13 +89,20 @@ class Scheduler {
   // Null: of the weights in use.
   Result<std::shared_ptr<ModelInstance>> instance_of(
       const std::shared_ptr<const LoadedModel>& loaded);
+  // Every request that is here, by where it is.
+  auto queues() { return std::array{&encoding_, &waiting_, &running_}; }
   void end_expired();
+  // Asks for the rows of the images that the request lacks. True: it has all of them.
+  Result<bool> has_images(Sequence& sequence);
+  // Lets requests wait for room whose images are ready.
+  void take_encoded();
   // Asks the stores for the prefixes of the requests that are next.
   void read_ahead();
   void admit();
   // Whether the worst case fits beside what is promised to others.
   bool fits(const Sequence& sequence, const Prefix& prefix) const;
-  // Waits for its prefix if that is still being read. False: there is no room now.
+  // Waits for its prefix if that is still being read. False: there is no room now, or it awaits
+  // images.
   Result<bool> start(Sequence& sequence);
   bool preempt_below(int64_t priority);
   // Pages that a request can still need.
@@ -114,7 +134,9 @@ class Scheduler {
   std::unique_ptr<kvcache::Tiers> tiers_;  // null: none
   std::shared_ptr<ModelInstance> current_;
   std::vector<std::weak_ptr<ModelInstance>> replaced_;  // held by their requests
-  std::map<Sequence::Rank, SequencePtr> waiting_;
+  ImageEncoder encoder_;
+  std::map<Sequence::Rank, SequencePtr> encoding_;  // wait for images
+  std::map<Sequence::Rank, SequencePtr> waiting_;   // wait for room
   std::map<Sequence::Rank, SequencePtr> running_;
   uint64_t arrivals_ = 0;
   EngineStats stats_;

@@ -9,6 +9,35 @@
 namespace cachalot::engine {
 namespace {
 
+// Gathers what the next rows of a sequence have of images into its `image_mask` and `image_rows`;
+// the view is of the latter.
+TensorView gather_images(Sequence& sequence) {
+  const int64_t begin = sequence.length(), end = begin + sequence.rows;
+  sequence.image_mask.clear();
+  sequence.image_rows.clear();
+  if (sequence.encoded.empty()) {
+    return {};
+  }
+  TensorView rows;
+  int64_t count = 0;
+  for (size_t i = 0; i < sequence.images.size(); ++i) {
+    const int64_t first = std::max(begin, sequence.images[i].begin);
+    const int64_t last = std::min(end, sequence.images[i].end);
+    if (first < last) {
+      rows =
+          sequence.encoded[i]->rows()->view().rows(first - sequence.images[i].begin, last - first);
+      const auto* bytes = static_cast<const uint8_t*>(rows.data);
+      sequence.image_rows.insert(sequence.image_rows.end(), bytes, bytes + rows.bytes());
+      count += last - first;
+    }
+  }
+  if (count == 0) {
+    return {};
+  }
+  sequence.image_mask = sequence.image_positions(begin, end);
+  return {sequence.image_rows.data(), rows.dtype, {count, rows.dim(1)}};
+}
+
 // Shows a draft block behind `anchor` and the best tokens of its positions.
 Status visit_drafts(model::StepRunner& runner,
                     const model::StepSequence& anchor,
@@ -143,12 +172,15 @@ void Scheduler::run(ModelInstance& instance, model::Observer* observer) {
     }
     const std::span<const int32_t> tokens(sequence->tokens);
     const bool drafted = !sequence->drafts.empty();
+    const TensorView image_rows = gather_images(*sequence);
     const bool scored = observer != nullptr || (sequence->request.prompt_logprobs &&
                                                 sequence->length() < sequence->prompt);
     batch.push_back({.view = &sequence->cache->view(),
                      .tokens = drafted ? std::span<const int32_t>(sequence->draft_row)
                                        : tokens.subspan(static_cast<size_t>(sequence->length()),
                                                         static_cast<size_t>(sequence->rows)),
+                     .image = sequence->image_mask,
+                     .image_rows = image_rows,
                      .all_logits = scored || drafted,
                      .no_logits = !scored && end < static_cast<int64_t>(tokens.size()),
                      .replay = sequence->replay});
@@ -299,6 +331,7 @@ void Scheduler::deliver(Sequence& sequence,
     stats_.prompt_tokens += static_cast<uint64_t>(sequence.prompt);
     stats_.cached_tokens += static_cast<uint64_t>(sequence.cached_tokens);
     stats_.first_token_seconds.record(now - sequence.submitted);
+    sequence.release_images();
   } else {
     stats_.inter_token_seconds.record(now - sequence.last_token);
   }

@@ -7,13 +7,14 @@
 #include <cstring>
 
 #include "base/format.h"
+#include "kvcache/prefix_content.h"
 
 namespace cachalot::kvcache {
 namespace {
 
 constexpr char kMagic[8] = {'C', 'A', 'C', 'H', 'O', 'B', 'J', '2'};
 
-// All integers little-endian. Behind it: token ids, then the two parts.
+// All integers little-endian. Behind it: the words, then the two parts.
 struct Header {
   char magic[8];
   uint64_t checksum;  // XXH3-64 of everything behind this field
@@ -23,7 +24,7 @@ struct Header {
   int64_t decoder_from;
   int64_t draft_from;
   uint64_t kind;
-  uint64_t tokens;
+  uint64_t words;
   uint64_t first_bytes;
   uint64_t second_bytes;
 };
@@ -41,21 +42,21 @@ uint64_t checksum(std::string_view object) {
 }  // namespace
 
 PrefixKey Object::key() const {
-  const PrefixKey prefix = parent.then(tokens);
+  const PrefixKey prefix = parent.then(words);
   return kind == ObjectKind::kPage ? prefix : prefix.then(std::string_view("state"));
 }
 
 std::string encode_object(const CacheLayout& layout, const Object& object) {
   Header header{.magic = {},
                 .checksum = 0,
-                .bytes = sizeof header + object.tokens.size_bytes() + object.first.size() +
+                .bytes = sizeof header + object.words.size_bytes() + object.first.size() +
                          object.second.size(),
                 .layout = page_hash(layout),
                 .parent = object.parent,
                 .decoder_from = object.decoder_from,
                 .draft_from = object.draft_from,
                 .kind = static_cast<uint64_t>(object.kind),
-                .tokens = object.tokens.size(),
+                .words = object.words.size(),
                 .first_bytes = object.first.size(),
                 .second_bytes = object.second.size()};
   std::memcpy(header.magic, kMagic, sizeof kMagic);
@@ -65,7 +66,7 @@ std::string encode_object(const CacheLayout& layout, const Object& object) {
     bytes.append(static_cast<const char*>(data), size);
   };
   append(&header, sizeof header);
-  append(object.tokens.data(), object.tokens.size_bytes());
+  append(object.words.data(), object.words.size_bytes());
   append(object.first.data(), object.first.size());
   append(object.second.data(), object.second.size());
   header.checksum = checksum(bytes);
@@ -76,7 +77,7 @@ std::string encode_object(const CacheLayout& layout, const Object& object) {
 Result<Object> parse_object(const CacheLayout& layout,
                             const PrefixKey& key,
                             std::string_view bytes,
-                            std::vector<int32_t>& tokens) {
+                            std::vector<int32_t>& words) {
   Header header;
   if (bytes.size() < sizeof header) {
     return error(Code::kDataLoss, "cache object of {} bytes is cut off", bytes.size());
@@ -93,29 +94,31 @@ Result<Object> parse_object(const CacheLayout& layout,
   }
   const auto page = static_cast<uint64_t>(layout.page_bytes());
   const auto page_tokens = static_cast<uint64_t>(layout.page_tokens);
+  // At most one image for each token; the key says the rest.
+  const uint64_t most = page_tokens * (1 + kImageWords);
   const bool whole = header.kind == static_cast<uint64_t>(ObjectKind::kPage) &&
-                     header.tokens == page_tokens && header.first_bytes == page &&
-                     header.second_bytes == 0;
+                     header.words >= page_tokens && header.words <= most &&
+                     header.first_bytes == page && header.second_bytes == 0;
   const bool state = header.kind == static_cast<uint64_t>(ObjectKind::kState) &&
-                     header.tokens < page_tokens &&
+                     header.words <= most &&
                      header.first_bytes == static_cast<uint64_t>(layout.state_bytes()) &&
-                     header.second_bytes == (header.tokens > 0 ? page : 0) &&
+                     header.second_bytes == (header.words > 0 ? page : 0) &&
                      header.decoder_from >= 0 && header.draft_from >= 0;
-  if ((!whole && !state) || header.bytes != sizeof header + header.tokens * 4 + header.first_bytes +
-                                                header.second_bytes) {
+  if ((!whole && !state) ||
+      header.bytes != sizeof header + header.words * 4 + header.first_bytes + header.second_bytes) {
     return error(Code::kDataLoss,
-                 "cache object with {} tokens has parts of {} and {} bytes",
-                 header.tokens,
+                 "cache object with {} words has parts of {} and {} bytes",
+                 header.words,
                  header.first_bytes,
                  header.second_bytes);
   }
   const char* from = bytes.data() + sizeof header;
-  tokens.resize(header.tokens);
-  std::copy_n(from, header.tokens * 4, reinterpret_cast<char*>(tokens.data()));
-  const auto* parts = reinterpret_cast<const uint8_t*>(from + header.tokens * 4);
+  words.resize(header.words);
+  std::copy_n(from, header.words * 4, reinterpret_cast<char*>(words.data()));
+  const auto* parts = reinterpret_cast<const uint8_t*>(from + header.words * 4);
   Object object{.kind = static_cast<ObjectKind>(header.kind),
                 .parent = header.parent,
-                .tokens = tokens,
+                .words = words,
                 .decoder_from = header.decoder_from,
                 .draft_from = header.draft_from,
                 .first = {parts, header.first_bytes},

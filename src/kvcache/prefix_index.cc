@@ -13,15 +13,16 @@ bool equal(std::span<const int32_t> a, std::span<const int32_t> b) {
 
 }  // namespace
 
-std::vector<PrefixKey> PrefixIndex::walk(std::span<const int32_t> tokens) {
+std::vector<PrefixKey> PrefixIndex::walk(const PrefixContent& content) {
   std::vector<PrefixKey> keys = {options_.root};
-  const auto size = static_cast<size_t>(options_.page_tokens);
-  for (size_t begin = 0; begin + size <= tokens.size(); begin += size) {
-    const std::span<const int32_t> page = tokens.subspan(begin, size);
+  const int64_t size = options_.page_tokens;
+  const auto end = static_cast<int64_t>(content.tokens.size());
+  for (int64_t begin = 0; begin + size <= end; begin += size) {
+    const std::vector<int32_t> page = content.words(begin, begin + size);
     const PrefixKey key = keys.back().then(page);
     const auto found = pages_.find(key);
     if (found == pages_.end() || found->second.parent != keys.back() ||
-        !equal(found->second.tokens, page)) {
+        !equal(found->second.words, page)) {
       break;
     }
     keys.push_back(key);
@@ -29,32 +30,33 @@ std::vector<PrefixKey> PrefixIndex::walk(std::span<const int32_t> tokens) {
   return keys;
 }
 
-PrefixIndex::Match PrefixIndex::find(std::span<const int32_t> tokens,
+PrefixIndex::Match PrefixIndex::find(const PrefixContent& content,
                                      const Usable& usable,
                                      double now) {
   expire(now);
   Match match;
-  const std::vector<PrefixKey> keys = walk(tokens);
+  const std::vector<PrefixKey> keys = walk(content);
   for (size_t i = 1; i < keys.size(); ++i) {
     const auto page = pages_.find(keys[i]);
     touch(page);
     match.pages.push_back(page->second.page.for_use());
   }
   // From the longest prefix to the shortest: behind the last kept page, then page by page back.
-  const auto size = static_cast<size_t>(options_.page_tokens);
+  const int64_t size = options_.page_tokens;
+  const auto end = static_cast<int64_t>(content.tokens.size());
   for (size_t i = keys.size(); i-- > 0;) {
     if ((i == 0 ? root_states_ : pages_.at(keys[i]).states) == 0) {
       continue;
     }
-    const size_t begin = i * size;
-    for (size_t n = std::min(size - 1, tokens.size() - begin) + 1; n-- > 0;) {
-      const std::span<const int32_t> rest = tokens.subspan(begin, n);
+    const int64_t begin = static_cast<int64_t>(i) * size;
+    for (int64_t n = std::min(size - 1, end - begin); n >= 0; --n) {
+      const std::vector<int32_t> rest = content.words(begin, begin + n);
       const auto found = states_.find(keys[i].then(rest));
       if (found == states_.end()) {
         continue;
       }
       const State& state = found->second;
-      if (state.parent == keys[i] && equal(state.tokens, rest) &&
+      if (state.parent == keys[i] && equal(state.words, rest) &&
           usable(state.position, state.decoder_from)) {
         touch(found, now);
         match.state = {.position = state.position,
@@ -70,19 +72,19 @@ PrefixIndex::Match PrefixIndex::find(std::span<const int32_t> tokens,
 }
 
 const PageRef* PrefixIndex::keep_page(const PrefixKey& parent,
-                                      std::span<const int32_t> tokens,
+                                      std::span<const int32_t> words,
                                       const PageRef& page) {
-  CACHALOT_CHECK(static_cast<int64_t>(tokens.size()) == options_.page_tokens, tokens.size());
+  CACHALOT_CHECK(static_cast<int64_t>(words.size()) >= options_.page_tokens, words.size());
   if (!is_kept(parent)) {
     return nullptr;
   }
-  const auto [made, fresh] = pages_.try_emplace(parent.then(tokens));
+  const auto [made, fresh] = pages_.try_emplace(parent.then(words));
   if (!fresh) {
-    const bool same = made->second.parent == parent && equal(made->second.tokens, tokens);
+    const bool same = made->second.parent == parent && equal(made->second.words, words);
     return same ? &made->second.page : nullptr;  // another prefix of the same hash is in the way
   }
   made->second.parent = parent;
-  made->second.tokens.assign(tokens.begin(), tokens.end());
+  made->second.words.assign(words.begin(), words.end());
   made->second.page = page.for_cache();
   made->second.used = ++tick_;
   leaves_.emplace(made->second.used, made->first);
@@ -91,14 +93,14 @@ const PageRef* PrefixIndex::keep_page(const PrefixKey& parent,
 }
 
 bool PrefixIndex::keep_state(const NewState& state, double now) {
-  CACHALOT_CHECK(state.tokens.empty() == !state.tail, state.tokens.size());
+  CACHALOT_CHECK(state.words.empty() == !state.tail, state.words.size());
   if (options_.max_states == 0 || !is_kept(state.parent)) {
     return false;
   }
-  const auto [made, fresh] = states_.try_emplace(state.parent.then(state.tokens));
+  const auto [made, fresh] = states_.try_emplace(state.parent.then(state.words));
   State& entry = made->second;
   if (!fresh) {
-    if (entry.parent != state.parent || !equal(entry.tokens, state.tokens)) {
+    if (entry.parent != state.parent || !equal(entry.words, state.words)) {
       return false;
     }
     // The one that is there serves as well, unless it lacks rows that this one has; those of the
@@ -113,7 +115,7 @@ bool PrefixIndex::keep_state(const NewState& state, double now) {
     return true;
   }
   entry = {.parent = state.parent,
-           .tokens = {state.tokens.begin(), state.tokens.end()},
+           .words = {state.words.begin(), state.words.end()},
            .position = state.position,
            .decoder_from = state.decoder_from,
            .draft_from = state.draft_from,

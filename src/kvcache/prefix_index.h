@@ -1,9 +1,9 @@
 // Which prefixes of earlier requests are still in the caches, by content.
 //
-// Two things are kept. Pages of the global cache, each under the hash of all tokens up to its end,
-// so that any request with these tokens shares it. And window states: what the window rings and
-// open groups held at one position, without which a request cannot go on there exactly. A position
-// with a state need not end a page.
+// Two things are kept. Pages of the global cache, each under the hash of all that stands before its
+// end, so that any request with the same tokens and images shares it. And window states: what the
+// window rings and open groups held at one position, without which a request cannot go on there
+// exactly. A position with a state need not end a page.
 #pragma once
 
 #include <cstdint>
@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "kvcache/page_pool.h"
+#include "kvcache/prefix_content.h"
 #include "kvcache/prefix_key.h"
 
 namespace cachalot::kvcache {
@@ -48,28 +49,29 @@ class PrefixIndex {
   };
   using Usable = std::function<bool(int64_t position, int64_t decoder_from)>;
 
-  // Looks for prefixes of `tokens` and marks what it returns as used at `now`. `usable` chooses
+  // Looks for prefixes of `content` and marks what it returns as used at `now`. `usable` chooses
   // among states.
-  Match find(std::span<const int32_t> tokens, const Usable& usable, double now);
+  Match find(const PrefixContent& content, const Usable& usable, double now);
 
-  // Keeps the page of `tokens`, a whole page that follows the prefix `parent` (the root, or the key
-  // of a kept page). Its content must be complete. Returns the page that is now kept for these
-  // tokens: an earlier one stays. Null: `parent` is not kept, so this page could not be found.
+  // Keeps the page of `words` (PrefixContent::words), a whole page that follows the prefix `parent`
+  // (the root, or the key of a kept page). Its rows must be complete. Returns the page that is now
+  // kept for these words: an earlier one stays. Null: `parent` is not kept, so this page could not
+  // be found.
   //
   // A user of a kept page must also hold the kept pages before it, so that what is cached alone can
   // be given up from the end: whoever gets an earlier page back uses it from then on, or keeps
   // nothing more.
   const PageRef* keep_page(const PrefixKey& parent,
-                           std::span<const int32_t> tokens,
+                           std::span<const int32_t> words,
                            const PageRef& page);
 
-  // Keeps the window state at `position`: after the prefix `parent` and `tokens`, less than a page,
+  // Keeps the window state at `position`: after the prefix `parent` and `words`, less than a page,
   // behind it. `tail` holds these (empty if there are none): its owner may go on writing rows
   // behind the position. `decoder_from` and `draft_from` are the first positions of which the rings
   // of the decoder and of the drafter have rows. False: not kept.
   struct NewState {
     PrefixKey parent;
-    std::span<const int32_t> tokens;
+    std::span<const int32_t> words;
     int64_t position = 0;
     int64_t decoder_from = 0;
     int64_t draft_from = 0;
@@ -95,15 +97,15 @@ class PrefixIndex {
 
   struct Page {
     PrefixKey parent;
-    std::vector<int32_t> tokens;  // of this page: a hash alone is not proof
+    std::vector<int32_t> words;  // of this page: a hash alone is not proof
     PageRef page;
     int64_t pages = 0;   // kept right behind it
     int64_t states = 0;  // kept behind it, before the next page
     uint64_t used = 0;
   };
   struct State {
-    PrefixKey parent;             // the last whole page
-    std::vector<int32_t> tokens;  // behind it
+    PrefixKey parent;            // the last whole page
+    std::vector<int32_t> words;  // behind it
     int64_t position = 0;
     int64_t decoder_from = 0;
     int64_t draft_from = 0;
@@ -114,8 +116,8 @@ class PrefixIndex {
   using Pages = std::unordered_map<PrefixKey, Page, PrefixKeyHash>;
   using States = std::unordered_map<PrefixKey, State, PrefixKeyHash>;
 
-  // The keys of the kept whole pages of `tokens`, root first: one more than pages.
-  std::vector<PrefixKey> walk(std::span<const int32_t> tokens);
+  // The keys of the kept whole pages of `content`, root first: one more than pages.
+  std::vector<PrefixKey> walk(const PrefixContent& content);
   void touch(Pages::iterator page);
   void touch(States::iterator state, double now);
   bool is_kept(const PrefixKey& prefix) const;

@@ -14,8 +14,8 @@ PrefixKey PrefixKey::then(std::string_view bytes) const {
   return {hash.low64, hash.high64};
 }
 
-PrefixKey PrefixKey::then(std::span<const int32_t> tokens) const {
-  return then({reinterpret_cast<const char*>(tokens.data()), tokens.size_bytes()});
+PrefixKey PrefixKey::then(std::span<const int32_t> words) const {
+  return then({reinterpret_cast<const char*>(words.data()), words.size_bytes()});
 }
 
 }  // namespace cachalot::kvcache

@@ -9,15 +9,16 @@
 
 namespace cachalot::kvcache {
 
-// Hash of a model fingerprint and all tokens of a prefix: a chain of XXH3-128, so that it outlives
-// the process.
+// Hash of a model fingerprint and all that stands in a prefix: a chain of XXH3-128, so that it
+// outlives the process.
 struct PrefixKey {
   uint64_t low = 0;
   uint64_t high = 0;
   auto operator<=>(const PrefixKey&) const = default;
 
-  // The key of this prefix with `tokens`, or whatever the bytes mean, behind it.
-  PrefixKey then(std::span<const int32_t> tokens) const;
+  // The key of this prefix with `words` (PrefixContent::words), or whatever the bytes mean, behind
+  // it.
+  PrefixKey then(std::span<const int32_t> words) const;
   PrefixKey then(std::string_view bytes) const;
 };
 

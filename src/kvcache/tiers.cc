@@ -123,12 +123,13 @@ void Tiers::do_put(ObjectKind kind, const PrefixKey& key, const std::string& byt
   }
 }
 
-std::shared_ptr<const Tiers::Load> Tiers::load(const PrefixKey& at, std::vector<int32_t> tokens) {
+std::shared_ptr<const Tiers::Load> Tiers::load(const PrefixKey& at,
+                                               std::vector<std::vector<int32_t>> pages) {
   auto load = std::make_shared<Load>();
   {
     const std::lock_guard lock(mutex_);
-    loads_.push_back([this, at, tokens = std::move(tokens), load] {
-      Loaded loaded = do_load(at, tokens, load);
+    loads_.push_back([this, at, pages = std::move(pages), load] {
+      Loaded loaded = do_load(at, pages, load);
       {
         const std::lock_guard done(load->mutex_);
         load->loaded_ = std::move(loaded);
@@ -142,17 +143,16 @@ std::shared_ptr<const Tiers::Load> Tiers::load(const PrefixKey& at, std::vector<
 }
 
 Tiers::Loaded Tiers::do_load(const PrefixKey& at,
-                             std::span<const int32_t> tokens,
+                             std::span<const std::vector<int32_t>> pages,
                              const std::shared_ptr<Load>& load) {
   Loaded loaded;
   // One reference is the job's own.
   const auto wanted = [&] { return load.use_count() > 1; };
-  const auto page_tokens = static_cast<size_t>(layout_.page_tokens);
   std::vector<PrefixKey> keys = {at};
-  for (size_t begin = 0; begin + page_tokens <= tokens.size() && wanted(); begin += page_tokens) {
-    const PrefixKey key = keys.back().then(tokens.subspan(begin, page_tokens));
+  for (const std::vector<int32_t>& page : pages) {
+    const PrefixKey key = keys.back().then(page);
     Loaded::Item item;
-    if (!find(ObjectKind::kPage, key, item)) {
+    if (!wanted() || !find(ObjectKind::kPage, key, item)) {
       break;
     }
     keys.push_back(key);
@@ -178,7 +178,7 @@ bool Tiers::find(ObjectKind kind, const PrefixKey& key, Loaded::Item& item) {
     bool hit = status.ok() && bytes->has_value();
     if (hit) {
       item.bytes = *std::move(*bytes);
-      const Result<Object> object = parse_object(layout_, key, item.bytes, item.tokens);
+      const Result<Object> object = parse_object(layout_, key, item.bytes, item.words);
       status = object.status();
       hit = object.ok();
       if (hit) {

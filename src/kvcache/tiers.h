@@ -59,7 +59,7 @@ class Tiers {
   struct Loaded {
     struct Item {
       std::string bytes;
-      std::vector<int32_t> tokens;
+      std::vector<int32_t> words;
       Object object;
     };
     std::vector<Item> items;
@@ -77,8 +77,9 @@ class Tiers {
     bool ready_ = false;
     Loaded loaded_;
   };
-  // Looks for the pages of `tokens` behind the prefix `at`, until nobody holds what it returns.
-  std::shared_ptr<const Load> load(const PrefixKey& at, std::vector<int32_t> tokens);
+  // Looks for the pages of these words (PrefixContent::words), one after the other behind the
+  // prefix `at`, until nobody holds what it returns.
+  std::shared_ptr<const Load> load(const PrefixKey& at, std::vector<std::vector<int32_t>> pages);
 
   std::vector<TierStats> stats() const;
   // Waits until everything queued so far is done.
@@ -90,7 +91,7 @@ class Tiers {
   void run();
   void do_put(ObjectKind kind, const PrefixKey& key, const std::string& bytes);
   Loaded do_load(const PrefixKey& at,
-                 std::span<const int32_t> tokens,
+                 std::span<const std::vector<int32_t>> pages,
                  const std::shared_ptr<Load>& load);
   // The first undamaged object of any store.
   bool find(ObjectKind kind, const PrefixKey& key, Loaded::Item& item);

@@ -30,6 +30,7 @@ enum class Task : uint8_t { kAction, kQuery, kAuthority, kDomain, kTitle, kReadU
 struct ImageSource {
   std::string url;     // http(s) or data URL
   std::string detail;  // as the client gave it; may be empty
+  std::string field;   // of the request, for messages
 };
 
 struct ContentBlock {

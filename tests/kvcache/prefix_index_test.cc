@@ -41,7 +41,7 @@ class PrefixIndexTest : public testing::Test {
       key = key.then(all.subspan(begin, kPage));
     }
     return !with_state || index.keep_state({.parent = key,
-                                            .tokens = all.subspan(begin),
+                                            .words = all.subspan(begin),
                                             .position = static_cast<int64_t>(ids.size()),
                                             .decoder_from = decoder_from,
                                             .draft_from = draft_from,
@@ -53,7 +53,7 @@ class PrefixIndexTest : public testing::Test {
   static PrefixIndex::Match find(PrefixIndex& index,
                                  const std::vector<int32_t>& ids,
                                  double now = 0) {
-    return index.find(ids, [](int64_t, int64_t) { return true; }, now);
+    return index.find({.tokens = ids}, [](int64_t, int64_t) { return true; }, now);
   }
 
   PagePool pages_{memory(), 64, 100};
@@ -83,11 +83,11 @@ TEST_F(PrefixIndexTest, TheCallerChoosesAmongStates) {
   ASSERT_TRUE(keep(index_, tokens(6), true, 0));
   ASSERT_TRUE(keep(index_, tokens(8), true, 8));
   const auto complete = [](int64_t, int64_t decoder_from) { return decoder_from == 0; };
-  EXPECT_EQ(index_.find(tokens(9), complete, 0).state->position, 6);
+  EXPECT_EQ(index_.find({.tokens = tokens(9)}, complete, 0).state->position, 6);
   EXPECT_EQ(find(index_, tokens(9)).state->position, 8);
   // A state with more rows replaces one of the same position with fewer.
   ASSERT_TRUE(keep(index_, tokens(8), true, 0));
-  EXPECT_EQ(index_.find(tokens(9), complete, 0).state->position, 8);
+  EXPECT_EQ(index_.find({.tokens = tokens(9)}, complete, 0).state->position, 8);
   EXPECT_EQ(index_.state_count(), 2);
 }
 
@@ -225,6 +225,56 @@ TEST_F(PrefixIndexTest, CountsStayConsistentUnderRandomUse) {
   }
   EXPECT_EQ(pages_.pages_free(), 100);
   EXPECT_EQ(states_.pages_free(), 100);
+}
+
+// prompts that differ in an image alone share what stands before it, and nothing behind.
+TEST_F(PrefixIndexTest, A26_ImagesTellPrefixesApart) {
+  // Two pages of text, six slots of an image from position 7 on, text again. All slots have one id.
+  std::vector<int32_t> ids = tokens(17);
+  std::fill(ids.begin() + 7, ids.begin() + 13, 99);
+  const auto image = [](uint8_t mark) { return ImageSpan{7, 13, {mark}}; };
+  const std::vector<ImageSpan> a = {image(1)}, b = {image(2)}, none;
+  const auto keep = [&](const std::vector<ImageSpan>& images, int64_t length) {
+    const PrefixContent content{ids, images};
+    PrefixKey key = index_.root();
+    std::vector<PageRef> used;
+    int64_t at = 0;
+    for (; at + kPage <= length; at += kPage) {
+      const std::vector<int32_t> words = content.words(at, at + kPage);
+      used.push_back(index_.keep_page(key, words, page())->for_use());
+      key = key.then(words);
+    }
+    EXPECT_TRUE(index_.keep_state({.parent = key,
+                                   .words = content.words(at, length),
+                                   .position = length,
+                                   .state = std::move(*states_.take()),
+                                   .tail = at < length ? page() : PageRef()},
+                                  0));
+  };
+  const auto found = [&](const std::vector<ImageSpan>& images) {
+    const PrefixIndex::Match match =
+        index_.find({ids, images}, [](int64_t, int64_t) { return true; }, 0);
+    return std::pair(match.pages.size(), match.state.has_value() ? match.state->position : 0);
+  };
+  using Found = std::pair<size_t, int64_t>;
+  keep(a, 16);
+  EXPECT_EQ(found(a), Found(4, 16));
+  // The second page ends with the first slot.
+  EXPECT_EQ(found(b), Found(1, 0));
+  EXPECT_EQ(found(none), Found(1, 0));
+  // States in the middle of the image, one of them at a page's end, and one right before it.
+  keep(a, 8);
+  keep(a, 10);
+  keep(a, 7);
+  EXPECT_EQ(found(b), Found(1, 7));
+  EXPECT_EQ(found(none), Found(1, 7));
+  keep(b, 10);
+  EXPECT_EQ(found(b), Found(2, 10));
+  EXPECT_EQ(found(a), Found(4, 16));
+  // The same image elsewhere, and a second one in the same page.
+  EXPECT_EQ(found({{6, 12, {1}}}), Found(1, 0));
+  EXPECT_EQ(found({{7, 13, {1}}, {13, 17, {1}}}), Found(3, 10));
+  EXPECT_EQ(found(a), Found(4, 16));
 }
 
 }  // namespace

@@ -19,6 +19,7 @@
 
 #include "base/file.h"
 #include "base/format.h"
+#include "kvcache/prefix_content.h"
 #include "tests/support/redis_server.h"
 #include "tests/support/temp_directory.h"
 
@@ -49,13 +50,22 @@ PrefixKey key(int i) {
   return PrefixKey().then(tokens(1, i));
 }
 
-// A page object of the given tokens behind `parent`, filled with `mark`.
+// The whole pages of `ids`.
+std::vector<std::vector<int32_t>> pages(const std::vector<int32_t>& ids) {
+  std::vector<std::vector<int32_t>> out;
+  for (auto at = ids.begin(); ids.end() - at >= 4; at += 4) {
+    out.emplace_back(at, at + 4);
+  }
+  return out;
+}
+
+// A page object of the given words behind `parent`, filled with `mark`.
 struct PageObject {
   PageObject(const PrefixKey& parent, std::vector<int32_t> ids, uint8_t mark)
-      : tokens(std::move(ids)),
+      : words(std::move(ids)),
         rows(static_cast<size_t>(layout().page_bytes()), mark),
-        object{.parent = parent, .tokens = tokens, .first = rows, .second = {}} {}
-  std::vector<int32_t> tokens;
+        object{.parent = parent, .words = words, .first = rows, .second = {}} {}
+  std::vector<int32_t> words;
   std::vector<uint8_t> rows;
   Object object;
 };
@@ -66,12 +76,14 @@ TEST(Object, RoundTripAndEveryDamage) {
   const std::vector<int32_t> two = {5, 6};
   const Object partial{.kind = ObjectKind::kState,
                        .parent = key(2),
-                       .tokens = two,
+                       .words = two,
                        .decoder_from = 3,
                        .draft_from = 5,
                        .first = state,
                        .second = page.rows};
-  for (const Object& object : {page.object, partial}) {
+  // A page with an image.
+  const PageObject shown(key(1), tokens(4 + kImageWords), 7);
+  for (const Object& object : {page.object, partial, shown.object}) {
     const std::string bytes = encode_object(layout(), object);
     std::vector<int32_t> ids;
     const Result<Object> parsed = parse_object(layout(), object.key(), bytes, ids);
@@ -80,7 +92,7 @@ TEST(Object, RoundTripAndEveryDamage) {
     EXPECT_EQ(parsed->parent, object.parent);
     EXPECT_EQ(parsed->decoder_from, object.decoder_from);
     EXPECT_EQ(parsed->draft_from, object.draft_from);
-    EXPECT_TRUE(std::ranges::equal(parsed->tokens, object.tokens));
+    EXPECT_TRUE(std::ranges::equal(parsed->words, object.words));
     EXPECT_TRUE(std::ranges::equal(parsed->first, object.first));
     EXPECT_TRUE(std::ranges::equal(parsed->second, object.second));
     for (size_t i = 0; i < bytes.size(); ++i) {
@@ -99,7 +111,7 @@ TEST(Object, RoundTripAndEveryDamage) {
   EXPECT_NE(page.object.key(),
             (Object{.kind = ObjectKind::kState,
                     .parent = page.object.parent,
-                    .tokens = page.tokens,
+                    .words = page.words,
                     .first = {},
                     .second = {}}
                  .key()));
@@ -362,7 +374,7 @@ TEST(Tiers, DamagedFilesAreMisses) {
   const auto count_right = [&] {
     const auto tiers =
         std::move(Tiers::open(layout(), {.disk = directory.path(), .disk_bytes = 1 << 20}).value());
-    const auto load = tiers->load(PrefixKey(), ids);
+    const auto load = tiers->load(PrefixKey(), pages(ids));
     uint8_t i = 0;
     for (const Tiers::Loaded::Item& item : load->wait().items) {
       EXPECT_TRUE(std::ranges::all_of(item.object.first, [&](uint8_t b) { return b == i; }));
@@ -418,15 +430,15 @@ TEST(Tiers, LoadsAPrefixAndItsState) {
               .second = {}});
   EXPECT_TRUE(tiers->keeps_states());
   tiers->flush();
-  const auto load = tiers->load(PrefixKey(), tokens(15));
+  const auto load = tiers->load(PrefixKey(), pages(tokens(15)));
   const Tiers::Loaded& loaded = load->wait();
   EXPECT_TRUE(load->ready());
   ASSERT_EQ(loaded.items.size(), 3u);
   EXPECT_EQ(loaded.items[1].object.first[0], 2);
   EXPECT_EQ(loaded.items[2].object.kind, ObjectKind::kState);
   EXPECT_EQ(loaded.items[2].object.decoder_from, 2);
-  EXPECT_TRUE(tiers->load(first.object.key(), tokens(4, 50))->wait().items.empty());
-  EXPECT_EQ(tiers->load(first.object.key(), tokens(4, 5))->wait().items.size(), 2u);
+  EXPECT_TRUE(tiers->load(first.object.key(), {tokens(4, 50)})->wait().items.empty());
+  EXPECT_EQ(tiers->load(first.object.key(), {tokens(4, 5)})->wait().items.size(), 2u);
   const std::vector<TierStats> stats = tiers->stats();
   EXPECT_EQ(stats[0].stored, 3u);
   EXPECT_EQ(stats[0].faults, 0u);
@@ -447,9 +459,9 @@ TEST(Tiers, LoadsThatNobodyHoldsAreLeft) {
   tiers->put(second.object);
   tiers->flush();
   server.freeze();
-  const auto held = tiers->load(first.object.key(), tokens(4, 50));  // waits for the server
-  tiers->load(PrefixKey(), tokens(15));
-  const auto last = tiers->load(PrefixKey(), tokens(5));
+  const auto held = tiers->load(first.object.key(), {tokens(4, 50)});  // waits for the server
+  tiers->load(PrefixKey(), pages(tokens(15)));
+  const auto last = tiers->load(PrefixKey(), pages(tokens(5)));
   EXPECT_EQ(last->wait().items.size(), 1u);
   EXPECT_EQ(tiers->stats()[0].hits, 1u);
 }

@@ -1,0 +1,138 @@
+#include "engine/image_encoder.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "base/clock.h"
+
+namespace cachalot::engine {
+namespace {
+
+int64_t bytes_of(const EncodedImage& encoded) {
+  return static_cast<int64_t>(encoded.rows()->bytes.size());
+}
+
+}  // namespace
+
+ImageEncoder::ImageEncoder(const RuntimeOptions& options) : options_(options) {}
+
+ImageEncoder::~ImageEncoder() {
+  {
+    const std::lock_guard lock(mutex_);
+    stopping_ = true;
+  }
+  wake_.notify_one();
+  if (thread_.joinable()) {
+    thread_.join();
+  }
+}
+
+std::shared_ptr<const EncodedImage> ImageEncoder::encode(
+    std::shared_ptr<const LoadedModel> weights, std::shared_ptr<const image::Picture> picture) {
+  auto encoded = std::make_shared<EncodedImage>();
+  {
+    const std::lock_guard lock(mutex_);
+    jobs_.push_back({encoded, std::move(weights), std::move(picture)});
+    if (!thread_.joinable()) {
+      thread_ = std::thread([this] { run(); });
+    }
+  }
+  wake_.notify_one();
+  return encoded;
+}
+
+void ImageEncoder::wait() {
+  std::unique_lock lock(mutex_);
+  done_.wait(lock, [&, before = ended_] { return ended_ != before || (jobs_.empty() && !busy_); });
+}
+
+Histogram ImageEncoder::seconds() const {
+  const std::lock_guard lock(mutex_);
+  return seconds_;
+}
+
+void ImageEncoder::run() {
+  std::unique_lock lock(mutex_);
+  for (;;) {
+    wake_.wait(lock, [&] { return stopping_ || !jobs_.empty(); });
+    if (stopping_) {
+      return;
+    }
+    busy_ = true;
+    {
+      const Job job = std::move(jobs_.front());
+      jobs_.pop_front();
+      lock.unlock();
+      if (const std::shared_ptr<EncodedImage> encoded = job.image.lock()) {
+        const double begin = now_seconds();
+        encoded->rows_ = encode(*job.weights, *job.picture);
+        encoded->ready_.store(true, std::memory_order_release);
+        const std::lock_guard done(mutex_);
+        seconds_.record(now_seconds() - begin);
+      }
+    }
+    if (on_ready_) {
+      on_ready_();
+    }
+    lock.lock();
+    busy_ = false;
+    ++ended_;
+    done_.notify_all();
+  }
+}
+
+Result<model::ImageRows> ImageEncoder::encode(const LoadedModel& weights,
+                                              const image::Picture& picture) {
+  if (pool_ == nullptr) {
+    pool_ = std::make_unique<ThreadPool>(options_.threads);
+  }
+  ops::OpContext context;
+  context.backend = options_.backend;
+  context.pool = pool_.get();
+  CACHALOT_TRY(const model::VisionTower tower,
+               model::VisionTower::create(weights.model(), context, options_.precision));
+  std::vector<float> patches = picture.patches();
+  const int64_t count = picture.rows * picture.columns;
+  return tower.encode({patches.data(), DType::kF32, {count, 3 * picture.patch * picture.patch}},
+                      {picture.rows, picture.columns});
+}
+
+std::shared_ptr<const EncodedImage> EncodedImages::get(
+    const std::shared_ptr<const LoadedModel>& weights,
+    const std::shared_ptr<const image::Picture>& picture) {
+  std::weak_ptr<const EncodedImage>& known = known_[picture->digest];
+  if (std::shared_ptr<const EncodedImage> encoded = known.lock();
+      encoded != nullptr && !(encoded->ready() && !encoded->rows().ok())) {
+    ++reused_;
+    if (encoded->ready()) {
+      keep(encoded);
+    }
+    return encoded;
+  }
+  std::shared_ptr<const EncodedImage> encoded = encoder_.encode(weights, picture);
+  known = encoded;
+  return encoded;
+}
+
+void EncodedImages::keep(const std::shared_ptr<const EncodedImage>& encoded) {
+  if (const auto found = std::ranges::find(kept_, encoded); found != kept_.end()) {
+    kept_.splice(kept_.begin(), kept_, found);
+    return;
+  }
+  kept_.push_front(encoded);
+  kept_bytes_ += bytes_of(*encoded);
+  while (kept_bytes_ > most_bytes_) {
+    kept_bytes_ -= bytes_of(*kept_.back());
+    kept_.pop_back();
+  }
+  std::erase_if(known_, [](const auto& entry) { return entry.second.expired(); });
+}
+
+void EncodedImages::clear() {
+  known_.clear();
+  kept_.clear();
+  kept_bytes_ = 0;
+  most_bytes_ = 0;
+}
+
+}  // namespace cachalot::engine

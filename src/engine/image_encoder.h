@@ -1,0 +1,108 @@
+// The vision tower beside the engine thread: pictures in, rows of the language model out.
+//
+// An image takes seconds on a CPU. It is encoded on a thread with a pool of its own, one image at a
+// time, while the requests that run go on; its request waits.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <list>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <thread>
+
+#include "base/status.h"
+#include "base/thread_pool.h"
+#include "engine/histogram.h"
+#include "engine/loaded_model.h"
+#include "image/picture.h"
+#include "model/vision.h"
+
+namespace cachalot::engine {
+
+// What the tower made of a picture. Whoever waits for it holds it: one that nobody holds is not
+// encoded.
+class EncodedImage {
+ public:
+  bool ready() const { return ready_.load(std::memory_order_acquire); }
+  // Once ready: the rows of all slots, or why there are none.
+  const Result<model::ImageRows>& rows() const { return rows_; }
+
+ private:
+  friend class ImageEncoder;
+  Result<model::ImageRows> rows_ = Status(Code::kUnavailable, "the image is not encoded yet");
+  std::atomic<bool> ready_ = false;
+};
+
+class ImageEncoder {
+ public:
+  explicit ImageEncoder(const RuntimeOptions& options);
+  // What is queued is left out.
+  ~ImageEncoder();
+
+  // Called on the encoder's thread whenever an image is ready. Before the first encode().
+  void on_ready(std::function<void()> call) { on_ready_ = std::move(call); }
+
+  // Any thread. The weights are held until the image was encoded.
+  std::shared_ptr<const EncodedImage> encode(std::shared_ptr<const LoadedModel> weights,
+                                             std::shared_ptr<const image::Picture> picture);
+  // Blocks until another image is ready or nothing is left to do.
+  void wait();
+
+  // Seconds of every image encoded.
+  Histogram seconds() const;
+
+ private:
+  struct Job {
+    std::weak_ptr<EncodedImage> image;
+    std::shared_ptr<const LoadedModel> weights;
+    std::shared_ptr<const image::Picture> picture;
+  };
+
+  void run();
+  Result<model::ImageRows> encode(const LoadedModel& weights, const image::Picture& picture);
+
+  const RuntimeOptions options_;
+  std::function<void()> on_ready_;
+  std::unique_ptr<ThreadPool> pool_;  // of the thread, made for the first image
+
+  mutable std::mutex mutex_;
+  std::condition_variable wake_, done_;
+  std::deque<Job> jobs_;
+  uint64_t ended_ = 0;
+  bool busy_ = false;
+  bool stopping_ = false;
+  Histogram seconds_ = Histogram::of_latencies();
+  std::thread thread_;  // started by the first image
+};
+
+// What is encoded, and the rows of images used lately, by digest: of one version of the weights, so
+// that those of another never come up. Not thread-safe: the scheduler's.
+class EncodedImages {
+ public:
+  EncodedImages(ImageEncoder& encoder, int64_t most_bytes)
+      : encoder_(encoder), most_bytes_(most_bytes) {}
+
+  // The picture's image, begun now if it is not known.
+  std::shared_ptr<const EncodedImage> get(const std::shared_ptr<const LoadedModel>& weights,
+                                          const std::shared_ptr<const image::Picture>& picture);
+  // Keeps one that is ready for later requests, and gives up the least recently used beyond the
+  // bound.
+  void keep(const std::shared_ptr<const EncodedImage>& encoded);
+  void clear();
+  uint64_t reused() const { return reused_; }
+
+ private:
+  ImageEncoder& encoder_;
+  int64_t most_bytes_;
+  std::map<image::Digest, std::weak_ptr<const EncodedImage>> known_;
+  std::list<std::shared_ptr<const EncodedImage>> kept_;  // the latest first
+  int64_t kept_bytes_ = 0;
+  uint64_t reused_ = 0;
+};
+
+}  // namespace cachalot::engine
