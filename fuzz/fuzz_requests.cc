@@ -8,6 +8,7 @@
 #include "base/check.h"
 #include "server/generation.h"
 #include "text/byte_tokenizer.h"
+#include "text/control_tokens.h"
 
 namespace {
 
@@ -21,7 +22,13 @@ const text::Tokenizer& tokenizer() {
 
 const server::ServedModel& served() {
   static const server::ServedModel model = {
-      .name = "m", .tokenizer = &tokenizer(), .vocab_size = 512, .context = 4096, .bos_id = 0};
+      .name = "m",
+      .tokenizer = &tokenizer(),
+      .vocab_size = 512,
+      .context = 4096,
+      .bos_id = 0,
+      .images = {{.geometry = {.patch = 4, .cell = 2, .min_pixels = 300, .max_slots = 40},
+                  .token = *tokenizer().id_of(text::kImageToken)}}};
   return model;
 }
 

@@ -4,6 +4,7 @@
 Usage: fuzz/make_corpus.py [path of the cachalot binary, for the tokenizer seed]
 """
 
+import base64
 import json
 import subprocess
 import sys
@@ -99,7 +100,16 @@ def request_seeds():
         {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
         {"type": "function_call_output", "call_id": "c", "output": "1"}],
         "tools": [{"type": "custom", "name": "p"}, {"type": "function", "name": "f"}]}
+    png = base64.b64encode((HERE.parent / "tests" / "image" / "golden" / "bits.png").read_bytes()).decode()
+    shown = {"messages": [{"role": "user", "content": [
+        {"type": "image_url", "image_url": {"url": "data:image/png;base64," + png}},
+        {"type": "file", "file": {"file_data": png}}, {"type": "text", "text": "x"}]}]}
+    source = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": png}}
     for first, name, body in (
+        ("\0", "images", shown),
+        ("\2", "source", {"max_tokens": 5, "messages": [{"role": "user", "content": [source]}]}),
+        ("\3", "input_image", {"input": [{"role": "user", "content": [
+            {"type": "input_image", "image_url": "data:image/png;base64," + png}]}]}),
         ("\0", "chat", chat), ("\0", "tools", tools), ("\1", "text", {"prompt": "x", "echo": True, "logprobs": 1}),
         ("\1", "ids", {"prompt": [[5, 6], "x"], "n": 2}), ("\1", "middle", {"prompt": "a", "suffix": "b"}),
         ("\2", "messages", anthropic), ("\3", "responses", responses),
@@ -143,8 +153,16 @@ def chat_parser_seeds():
     write("chat_parser", "stop", b"\x21text stop more")
 
 
+def image_seeds():
+    golden = HERE.parent / "tests" / "image" / "golden"
+    for path in sorted(golden.iterdir()):
+        if path.suffix != ".json":
+            write("image", path.name, path.read_bytes())
+
+
 def main():
     safetensors_seeds()
+    image_seeds()
     config_seeds()
     request_seeds()
     grammar_seeds()

@@ -9,7 +9,10 @@
 #include "base/format.h"
 #include "base/json.h"
 #include "cli/command.h"
+#include "cli/input.h"
 #include "cli/run_flags.h"
+#include "engine/prompt_images.h"
+#include "image/data_url.h"
 #include "text/chat.h"
 #include "text/chat_parser.h"
 
@@ -21,15 +24,18 @@ struct ChatFlags {
   SamplingFlags sampling;
   int64_t tokens = 1024;
   std::string system;
+  std::vector<std::string> images;
 };
 
 struct Turn {
   std::string role, content, reasoning;
+  std::vector<std::string> images;  // data: URLs, shown before the text
 };
 
 const char kHelp[] =
     "/effort N    reasoning effort, 1 to 100 or low, high, max\n"
     "/think on    think before answering; /think off: answer at once\n"
+    "/image FILE  show an image with the next message\n"
     "/reset       forget the conversation\n"
     "/save FILE   write the conversation as a chat-completions request body\n"
     "/quit        leave\n";
@@ -108,7 +114,7 @@ class Conversation {
   void reset() {
     turns_.clear();
     if (!flags_.system.empty()) {
-      turns_.push_back({"system", flags_.system, ""});
+      turns_.push_back({"system", flags_.system, "", {}});
     }
   }
 
@@ -117,7 +123,8 @@ class Conversation {
     JsonWriter w;
     w.begin_object().key("messages").begin_array();
     for (const Turn& turn : turns_) {
-      w.begin_object().field("role", turn.role).field("content", turn.content);
+      w.begin_object().field("role", turn.role).key("content");
+      write_content(w, turn);
       if (!turn.reasoning.empty()) {
         w.field("reasoning_content", turn.reasoning);
       }
@@ -130,12 +137,19 @@ class Conversation {
   }
 
   Status answer(const std::string& question) {
-    turns_.push_back({"user", question, ""});
+    turns_.push_back({"user", question, "", std::exchange(shown_, {})});
     const Status status = generate();
     if (!status.ok()) {
       turns_.pop_back();
     }
     return status;
+  }
+
+  // Shows an image with the next message.
+  Status show(const std::string& path) {
+    CACHALOT_TRY(const std::vector<engine::ImageFile> files, read_image_files({path}));
+    shown_.push_back(image::make_data_url(files[0].bytes));
+    return {};
   }
 
   // Returns false for /quit.
@@ -148,6 +162,10 @@ class Conversation {
     }
     if (name == "/reset") {
       reset();
+    } else if (name == "/image" && !value.empty()) {
+      if (const Status status = show(value); !status.ok()) {
+        std::fputs(fmt::format("{}\n", status.message()).c_str(), stderr);
+      }
     } else if (name == "/think" && (value == "on" || value == "off")) {
       thinking_ = value == "on";
     } else if (name == "/effort" && !value.empty()) {
@@ -169,6 +187,19 @@ class Conversation {
   }
 
  private:
+  static void write_content(JsonWriter& w, const Turn& turn) {
+    if (turn.images.empty()) {
+      w.value(turn.content);
+      return;
+    }
+    w.begin_array();
+    for (const std::string& url : turn.images) {
+      w.begin_object().field("type", "image_url").key("image_url").begin_object();
+      w.field("url", url).end_object().end_object();
+    }
+    w.begin_object().field("type", "text").field("text", turn.content).end_object().end_array();
+  }
+
   // A minimal request with the present effort, to check it.
   std::string probe() const {
     return R"({"messages": [{"role": "user", "content": ""}], "reasoning_effort": )" + effort_ +
@@ -178,11 +209,16 @@ class Conversation {
   Status generate() {
     CACHALOT_TRY(const text::ChatRequest request, text::parse_chat_request(body()));
     CACHALOT_TRY(const text::RenderedChat rendered, text::render_chat(request));
-    CACHALOT_TRY(std::vector<int32_t> ids, text::encode_prompt(runtime_.tokenizer(), rendered));
+    const auto format = engine::image_format(runtime_.config(), runtime_.tokenizer());
+    CACHALOT_TRY(
+        engine::ImagePrompt prompt,
+        engine::encode_chat(
+            runtime_.tokenizer(), rendered, format, runtime_.config().max_position_embeddings));
+    CACHALOT_TRY(std::vector<engine::PromptImage> images, engine::decode_images(prompt, format));
     CACHALOT_TRY(const engine::SamplingParams sampling, flags_.sampling.resolve());
     text::ChatParser parser(runtime_.tokenizer(),
                             {.start = rendered.start, .stop = flags_.sampling.stop});
-    Turn answer{"assistant", "", ""};
+    Turn answer{"assistant", "", "", {}};
     const auto show = [&](const std::vector<text::ChatEvent>& events) {
       for (const text::ChatEvent& event : events) {
         const bool reasoning = event.type == text::ChatEvent::Type::kReasoning;
@@ -198,7 +234,10 @@ class Conversation {
       }
     };
     CACHALOT_RETURN_IF_ERROR(generator_.generate(
-        {{.prompt = std::move(ids), .sampling = sampling, .max_tokens = flags_.tokens}},
+        {{.prompt = std::move(prompt.ids),
+          .images = std::move(images),
+          .sampling = sampling,
+          .max_tokens = flags_.tokens}},
         nullptr,
         {.on_token = [&](size_t, int32_t token) { show(parser.push(token)); }}));
     show(parser.finish());
@@ -211,6 +250,7 @@ class Conversation {
   engine::Runtime& runtime_;
   engine::Generator generator_;
   std::vector<Turn> turns_;
+  std::vector<std::string> shown_;  // images of the next message, as data: URLs
   bool thinking_ = false;
   std::string effort_ = "\"high\"";
 };
@@ -220,6 +260,9 @@ Status chat(const ChatFlags& flags) {
   std::fputs("Type a message, /help for commands, Ctrl-D to leave.\n", stderr);
   LineReader reader;
   Conversation conversation(flags, *runtime);
+  for (const std::string& path : flags.images) {
+    CACHALOT_RETURN_IF_ERROR(conversation.show(path));
+  }
   std::string line;
   while (reader.read(line)) {
     if (line.empty()) {
@@ -247,6 +290,8 @@ void add_chat(CLI::App& app, Action& action) {
   flags->sampling.add_to(*command);
   command->add_option("-n,--tokens", flags->tokens, "Tokens per answer")->capture_default_str();
   command->add_option("--system", flags->system, "A system message");
+  command->add_option(
+      "--image", flags->images, "An image file to show with the first message (repeatable)");
   command->callback([flags, &action] { action = [flags] { return chat(*flags); }; });
 }
 

@@ -36,8 +36,18 @@ void EngineFlags::add_to(CLI::App& app) {
   app.add_option("--prefix-cache", prefix_cache, "Reuse what earlier prompts computed")
       ->check(CLI::IsMember({"on", "off"}))
       ->capture_default_str();
-  kvcache::TierOptions& tiers = engine.tiers;
   const CLI::Range any_bytes(int64_t{0}, int64_t{1} << 50);
+  app.add_option("--image-memory",
+                 engine.image_bytes,
+                 "Bytes of the images of requests that were not answered yet; more get 429")
+      ->check(any_bytes)
+      ->capture_default_str();
+  app.add_option("--image-cache",
+                 engine.image_cache_bytes,
+                 "Bytes of the rows of images kept for later requests")
+      ->check(any_bytes)
+      ->capture_default_str();
+  kvcache::TierOptions& tiers = engine.tiers;
   app.add_option("--host-pool", tiers.host_bytes, "Bytes of main memory for evicted prefixes")
       ->check(any_bytes)
       ->capture_default_str();

@@ -57,10 +57,26 @@ Result<std::vector<std::vector<int32_t>>> read_token_lines(const std::string& pa
   return result;
 }
 
-Result<std::vector<int32_t>> read_chat(const std::string& path, const text::Tokenizer& tokenizer) {
+Result<engine::ImagePrompt> read_chat(const std::string& path,
+                                      const text::Tokenizer& tokenizer,
+                                      const model::ModelConfig& config) {
   CACHALOT_TRY(const std::string body, read_file(path));
   CACHALOT_TRY(const text::ChatRequest request, text::parse_chat_request(body).with(path));
-  return text::encode_chat(tokenizer, request).with(path);
+  CACHALOT_TRY(const text::RenderedChat rendered, text::render_chat(request).with(path));
+  return engine::encode_chat(tokenizer,
+                             rendered,
+                             engine::image_format(config, tokenizer),
+                             config.max_position_embeddings)
+      .with(path);
+}
+
+Result<std::vector<engine::ImageFile>> read_image_files(const std::vector<std::string>& paths) {
+  std::vector<engine::ImageFile> files;
+  for (const std::string& path : paths) {
+    CACHALOT_TRY(const std::string bytes, read_file(path));
+    files.push_back({fmt::format("'{}'", path), {bytes.begin(), bytes.end()}});
+  }
+  return files;
 }
 
 }  // namespace cachalot::cli

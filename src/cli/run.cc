@@ -18,6 +18,7 @@ struct RunCommandFlags {
   RunFlags run;
   SamplingFlags sampling;
   std::string prompt, chat, input, output;
+  std::vector<std::string> images;
   int64_t tokens = 128;
   bool ignore_eos = false;
   bool json = false;
@@ -62,25 +63,48 @@ double rate(int64_t tokens, double seconds) {
   return seconds > 0 ? static_cast<double>(tokens) / seconds : 0;
 }
 
+// The images and the text behind them.
+Result<engine::ImagePrompt> continued_prompt(const RunCommandFlags& flags,
+                                             const engine::Runtime& runtime) {
+  const model::ModelConfig& config = runtime.config();
+  CACHALOT_TRY(const std::vector<int32_t> text, runtime.tokenizer().encode(flags.prompt));
+  CACHALOT_TRY(std::vector<engine::ImageFile> files, read_image_files(flags.images));
+  // A continuation starts like every training document: with BOS.
+  std::vector<int32_t> ids = {static_cast<int32_t>(config.bos_token_id)};
+  ids.insert(ids.end(), files.size(), static_cast<int32_t>(config.image_token_id));
+  ids.insert(ids.end(), text.begin(), text.end());
+  return engine::place_images(ids,
+                              std::move(files),
+                              engine::image_format(config, runtime.tokenizer()),
+                              config.max_position_embeddings);
+}
+
 Status run(const RunCommandFlags& flags) {
   CACHALOT_TRY(const std::unique_ptr<engine::Runtime> runtime, open_runtime(flags.run));
   const std::unique_ptr<engine::DumpObserver> observer = make_observer(flags.run);
   CACHALOT_TRY(const engine::SamplingParams sampling, flags.sampling.resolve());
-  std::vector<std::vector<int32_t>> prompts;
+  std::vector<engine::ImagePrompt> prompts;
   if (!flags.input.empty()) {
-    CACHALOT_TRY(prompts, read_token_lines(flags.input, runtime->tokenizer()));
+    CACHALOT_TRY(std::vector<std::vector<int32_t>> lines,
+                 read_token_lines(flags.input, runtime->tokenizer()));
+    for (std::vector<int32_t>& ids : lines) {
+      prompts.push_back({.ids = std::move(ids)});
+    }
   } else if (!flags.chat.empty()) {
-    CACHALOT_TRY(std::vector<int32_t> ids, read_chat(flags.chat, runtime->tokenizer()));
-    prompts.push_back(std::move(ids));
+    CACHALOT_TRY(engine::ImagePrompt prompt,
+                 read_chat(flags.chat, runtime->tokenizer(), runtime->config()));
+    prompts.push_back(std::move(prompt));
   } else {
-    CACHALOT_TRY(std::vector<int32_t> ids, runtime->tokenizer().encode(flags.prompt));
-    // A continuation starts like every training document: with BOS.
-    ids.insert(ids.begin(), static_cast<int32_t>(runtime->model().config.bos_token_id));
-    prompts.push_back(std::move(ids));
+    CACHALOT_TRY(engine::ImagePrompt prompt, continued_prompt(flags, *runtime));
+    prompts.push_back(std::move(prompt));
   }
   std::vector<engine::GenerateRequest> requests;
-  for (const std::vector<int32_t>& prompt : prompts) {
-    requests.push_back({.prompt = prompt,
+  for (const engine::ImagePrompt& prompt : prompts) {
+    CACHALOT_TRY(std::vector<engine::PromptImage> images,
+                 engine::decode_images(
+                     prompt, engine::image_format(runtime->config(), runtime->tokenizer())));
+    requests.push_back({.prompt = prompt.ids,
+                        .images = std::move(images),
                         .sampling = sampling,
                         .max_tokens = flags.tokens,
                         .stop = flags.sampling.stop,
@@ -139,10 +163,14 @@ void add_run(CLI::App& app, Action& action) {
   flags->run.add_to(*command);
   flags->sampling.add_to(*command);
   auto* input = command->add_option_group("input");
-  input->add_option("-p,--prompt", flags->prompt, "A text to continue");
+  auto* prompt = input->add_option("-p,--prompt", flags->prompt, "A text to continue");
   input->add_option("--chat", flags->chat, "A file with a chat-completions request body");
   auto* file = input->add_option("--input", flags->input, "JSON lines with 'tokens' or 'text'");
   input->require_option(1);
+  command
+      ->add_option(
+          "--image", flags->images, "A JPEG, PNG, WebP or GIF file before the text (repeatable)")
+      ->needs(prompt);
   command->add_option("--output", flags->output, "JSON lines of results; - for stdout")
       ->needs(file);
   file->needs(command->get_option("--output"));

@@ -65,6 +65,7 @@ server::ServedModel served_model(const ServeFlags& flags,
   const int64_t limit = engine.options().max_context;
   out.context = limit > 0 ? limit : config.max_position_embeddings;
   out.bos_id = static_cast<int32_t>(config.bos_token_id);
+  out.images = engine::image_format(config, runtime.tokenizer());
   out.name =
       flags.names.empty()
           ? std::filesystem::weakly_canonical(runtime.loaded()->directory()).filename().string()

@@ -24,7 +24,14 @@ Status tokenize(const TokenizeFlags& flags) {
                text::Tokenizer::load(directory + "/tokenizer.json"));
   std::vector<int32_t> ids;
   if (!flags.chat.empty()) {
-    CACHALOT_TRY(ids, read_chat(flags.chat, tokenizer));
+    const std::string config_path = directory + "/config.json";
+    model::ModelConfig config;  // a tokenizer alone takes no images
+    if (file_exists(config_path)) {
+      CACHALOT_TRY(const std::string json, read_file(config_path));
+      CACHALOT_TRY(config, model::parse_config(json, config_path));
+    }
+    CACHALOT_TRY(engine::ImagePrompt prompt, read_chat(flags.chat, tokenizer, config));
+    ids = std::move(prompt.ids);
   } else {
     std::string text = flags.text;
     if (!flags.text_file.empty()) {

@@ -340,7 +340,7 @@ void App::count_tokens(const Call& call) {
       // The block that a forced call opens is not the client's.
       chat.tool_choice = chat.tool_choice == text::ToolChoice::kNone ? text::ToolChoice::kNone
                                                                      : text::ToolChoice::kAuto;
-      CACHALOT_TRY(const std::vector<int32_t> ids, text::encode_chat(*model_->tokenizer, chat));
+      CACHALOT_TRY(const std::vector<int32_t> ids, prompt_ids(chat, *model_));
       return static_cast<int64_t>(ids.size());
     }();
     if (tokens.ok()) {
@@ -366,7 +366,7 @@ void App::tokenize(const Call& call) {
       }
       if (text::present(body, "messages") != nullptr) {
         CACHALOT_TRY(const text::ChatRequest chat, text::parse_chat_request(body));
-        return text::encode_chat(*model_->tokenizer, chat);
+        return prompt_ids(chat, *model_);
       }
       const char* key = text::present(body, "prompt") != nullptr ? "prompt" : "text";
       if (text::present(body, key) == nullptr) {

@@ -103,14 +103,12 @@ Result<Prompt> chat_prompt(GenerationRequest& request,
     request.structure->parallel = request.parallel_tool_calls;
   }
   CACHALOT_TRY(const text::RenderedChat rendered, text::render_chat(chat));
-  if (!rendered.images.empty()) {
-    return error(Code::kUnimplemented,
-                 "{}: image input is not available in this version",
-                 dialect.prompt_field);
-  }
+  CACHALOT_TRY(engine::ImagePrompt encoded,
+               engine::encode_chat(*model.tokenizer, rendered, model.images, model.context));
   Prompt prompt;
   prompt.start = rendered.start;
-  CACHALOT_TRY(prompt.ids, text::encode_prompt(*model.tokenizer, rendered));
+  CACHALOT_TRY(prompt.images, engine::decode_images(encoded, model.images));
+  prompt.ids = std::move(encoded.ids);
   return prompt;
 }
 
@@ -184,6 +182,13 @@ void Output::apply(const Delta& delta) {
   if (delta.finish) {
     finish = *delta.finish;
   }
+}
+
+Result<std::vector<int32_t>> prompt_ids(const text::ChatRequest& chat, const ServedModel& model) {
+  CACHALOT_TRY(const text::RenderedChat rendered, text::render_chat(chat));
+  CACHALOT_TRY(engine::ImagePrompt encoded,
+               engine::encode_chat(*model.tokenizer, rendered, model.images, model.context));
+  return std::move(encoded.ids);
 }
 
 Result<std::shared_ptr<Job>> prepare(GenerationRequest request,

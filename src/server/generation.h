@@ -15,6 +15,7 @@
 
 #include "base/status.h"
 #include "engine/engine.h"
+#include "engine/prompt_images.h"
 #include "server/api_error.h"
 #include "text/chat.h"
 #include "text/chat_parser.h"
@@ -33,6 +34,7 @@ struct ServedModel {
   int64_t context = 0;  // tokens of prompt and output together
   int32_t bos_id = 0;
   std::shared_ptr<text::GrammarCompiler> grammar;  // null: this build has no grammar core
+  std::optional<engine::ImageFormat> images;       // absent: it takes none
 };
 
 // Errors: kNotFound for a name that the model does not have. An absent name is the model's.
@@ -76,6 +78,7 @@ struct GenerationRequest {
 
 struct Prompt {
   std::vector<int32_t> ids;
+  std::vector<engine::PromptImage> images;
   int64_t hidden = 0;  // leading ids that the client did not write
   text::OutputStart start = text::OutputStart::kContent;
 };
@@ -181,8 +184,11 @@ extern const Dialect kCompletions;
 extern const Dialect kMessages;   // Anthropic
 extern const Dialect kResponses;  // OpenAI Responses
 
-// Renders and tokenizes the prompts, fixes defaults, compiles the grammar. Errors: kOutOfRange when
-// a prompt leaves no room in the context; else as the request's.
+// Tokens of a chat's prompt, with those of its images. Errors: those of prepare().
+Result<std::vector<int32_t>> prompt_ids(const text::ChatRequest& chat, const ServedModel& model);
+
+// Renders and tokenizes the prompts, decodes their images, fixes defaults, compiles the grammar.
+// Errors: kOutOfRange when a prompt leaves no room in the context; else as the request's.
 Result<std::shared_ptr<Job>> prepare(GenerationRequest request,
                                      const Dialect& dialect,
                                      const ServedModel& model);

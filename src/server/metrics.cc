@@ -88,6 +88,14 @@ void engine_families(std::vector<MetricFamily>& all, const engine::EngineStats& 
   counter(
       all, "cachalot_preemptions_total", "Running requests put back into the queue", s.preemptions);
   counter(all, "cachalot_evictions_total", "Cached pages given up for new ones", s.evictions);
+  counter(all,
+          "cachalot_images_reused_total",
+          "Images of requests whose rows were there",
+          s.images_reused);
+  gauge(all,
+        "cachalot_image_bytes",
+        "Memory promised to the images of requests that were not answered yet",
+        s.image_bytes);
   const auto pages = [&](const char* name, const char* help, int64_t engine::PoolStats::* field) {
     MetricFamily& out = family(all, name, help, MetricType::Gauge);
     for (const engine::PoolStats& pool : s.pools) {
@@ -128,6 +136,8 @@ void engine_families(std::vector<MetricFamily>& all, const engine::EngineStats& 
   histogram(all, "cachalot_queue_seconds", "Time in the queue", s.queue_seconds);
   histogram(all, "cachalot_first_token_seconds", "Time to the first token", s.first_token_seconds);
   histogram(all, "cachalot_inter_token_seconds", "Time between tokens", s.inter_token_seconds);
+  histogram(
+      all, "cachalot_image_seconds", "Time of the vision tower for an image", s.image_seconds);
 }
 
 }  // namespace

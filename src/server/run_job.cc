@@ -68,6 +68,7 @@ class Run : public std::enable_shared_from_this<Run> {
     out.priority = request.priority;
     out.deadline = job_->deadline;
     out.prompt = prompt.ids;
+    out.images = prompt.images;
     out.sampling = request.sampling;
     // The first choice draws with the seed itself, so that n = 1 equals a run from the command
     // line.

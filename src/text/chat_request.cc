@@ -16,11 +16,14 @@ using Kind = Json::Kind;
 Result<ImageSource> parse_image(const Json& block, const std::string& path) {
   ImageSource image;
   if (const Json* url = present(block, "image_url"); url != nullptr && url->is_object()) {
+    image.field = path + ".image_url.url";
     CACHALOT_TRY(image.url, string_field(*url, path + ".image_url", "url"));
     CACHALOT_TRY(image.detail, string_field(*url, path + ".image_url", "detail"));
   } else if (url != nullptr) {
+    image.field = path + ".image_url";
     CACHALOT_TRY(image.url, string_field(block, path, "image_url"));
   } else if (present(block, "url") != nullptr) {
+    image.field = path + ".url";
     CACHALOT_TRY(image.url, string_field(block, path, "url"));
   } else {
     const std::string source_path = path + ".source";
@@ -28,13 +31,32 @@ Result<ImageSource> parse_image(const Json& block, const std::string& path) {
     if (source != nullptr && present(*source, "data") != nullptr) {
       CACHALOT_TRY(const std::string media, required_string(*source, source_path, "media_type"));
       CACHALOT_TRY(const std::string data, required_string(*source, source_path, "data"));
+      image.field = source_path + ".data";
       image.url = fmt::format("data:{};base64,{}", media, data);
     } else if (source != nullptr) {
+      image.field = source_path + ".url";
       CACHALOT_TRY(image.url, string_field(*source, source_path, "url"));
     }
   }
   if (image.url.empty()) {
     return invalid("{} must give an image: image_url.url, or a source with data or url", path);
+  }
+  return image;
+}
+
+// A file that is sent with the request; there is no store of files.
+Result<ImageSource> parse_file(const Json& block, const std::string& path) {
+  CACHALOT_TRY(const Json* object, object_field(block, path, "file"));
+  const std::string file_path = object != nullptr ? path + ".file" : path;
+  const Json& file = object != nullptr ? *object : block;
+  if (present(file, "file_id") != nullptr) {
+    return invalid("{}.file_id: no files are stored here; send file_data", file_path);
+  }
+  ImageSource image;
+  image.field = file_path + ".file_data";
+  CACHALOT_TRY(image.url, required_string(file, file_path, "file_data"));
+  if (!image.url.starts_with("data:")) {
+    image.url = "data:;base64," + image.url;
   }
   return image;
 }
@@ -72,6 +94,9 @@ Result<std::vector<ContentBlock>> parse_content(const Json& content,
     } else if (type == "image_url" || type == "image") {
       block.type = ContentBlock::Type::kImage;
       CACHALOT_TRY(block.image, parse_image(item, item_path));
+    } else if (type == "file") {
+      block.type = ContentBlock::Type::kImage;
+      CACHALOT_TRY(block.image, parse_file(item, item_path));
     } else if (type == "tool_result" && !inside_result) {
       block.type = ContentBlock::Type::kToolResult;
       CACHALOT_TRY(block.tool_use_id, string_field(item, item_path, "tool_use_id"));
@@ -330,17 +355,19 @@ Status parse_tool_choice(const Json& root, ChatRequest* out) {
     return {};
   }
   CACHALOT_TRY(const std::string name, string_field(root, "", "tool_choice"));
-  if (name == "auto") {
-    out->tool_choice = ToolChoice::kAuto;
-  } else if (name == "none") {
-    out->tool_choice = ToolChoice::kNone;
-  } else if (name == "required") {
-    out->tool_choice = ToolChoice::kRequired;
-  } else {
-    return invalid("tool_choice '{}' is not known; it must be auto, none, required or a function",
-                   name);
+  constexpr std::pair<std::string_view, ToolChoice> kChoices[] = {
+      {"auto", ToolChoice::kAuto},
+      {"none", ToolChoice::kNone},
+      {"required", ToolChoice::kRequired},
+  };
+  for (const auto& [known, value] : kChoices) {
+    if (name == known) {
+      out->tool_choice = value;
+      return {};
+    }
   }
-  return {};
+  return invalid("tool_choice '{}' is not known; it must be auto, none, required or a function",
+                 name);
 }
 
 Status parse_response_format(const Json& root, ChatRequest* out) {

@@ -597,18 +597,6 @@ TEST_F(ChatTest, WithoutTheGrammarCoreStructureIsRefused) {
   EXPECT_EQ(error["code"], "unsupported");
 }
 
-// prefixes are keyed by token ids alone, so a prompt with an image must not come to a page.
-TEST_F(ChatTest, A26_ImagesAreRefused) {
-  for (const char* image : {"data:image/png;base64,AAAA", "data:image/png;base64,AAAB"}) {
-    const json part = {{"type", "image_url"}, {"image_url", {{"url", image}}}};
-    const json body = {
-        {"messages", json::array({{{"role", "user"}, {"content", json::array({part})}}})}};
-    const json error = ask("/v1/chat/completions", body, 400)["error"];
-    EXPECT_EQ(error["code"], "unsupported");
-  }
-  EXPECT_TRUE(engine_->prompt().empty()) << "the engine saw it";
-}
-
 TEST_F(ChatTest, EngineRefusalsBecomeStatuses) {
   engine_->say("x");
   engine_->refuse(Status(Code::kResourceExhausted, "the queue is full"));

@@ -95,6 +95,10 @@ class FakeEngine final : public engine::Engine {
     const std::lock_guard lock(mutex_);
     return seeds_;
   }
+  std::vector<engine::PromptImage> images() const {
+    const std::lock_guard lock(mutex_);
+    return last_images_;
+  }
   engine::SamplingParams sampling() const {
     const std::lock_guard lock(mutex_);
     return last_sampling_;
@@ -124,6 +128,7 @@ class FakeEngine final : public engine::Engine {
     }
     const engine::RequestId id = next_id_++;
     last_prompt_ = request.prompt;
+    last_images_ = request.images;
     last_sampling_ = request.sampling;
     last_max_tokens_ = request.max_tokens;
     last_priority_ = request.priority;
@@ -329,6 +334,7 @@ class FakeEngine final : public engine::Engine {
   std::map<engine::RequestId, std::unique_ptr<Running>> running_;
   engine::RequestId next_id_ = 1;
   std::vector<int32_t> last_prompt_;
+  std::vector<engine::PromptImage> last_images_;
   engine::SamplingParams last_sampling_;
   int64_t last_max_tokens_ = 0;
   int last_priority_ = 0;
