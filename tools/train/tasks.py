@@ -5,8 +5,9 @@
 
 Kinds: addition and subtraction, copying, sorting, counting, key-value recall (some over more than the
 attention window), JSON answers to a schema, tool calls, and sums with written-out reasoning whose length
-follows the effort. `tasks.py --kinds` lists them. The answer is the last message; "kind" names the task,
-so that a checker can score by kind. Same seed, same lines.
+follows the effort. Two more kinds are for practice alone: they have many answers per prompt. `tasks.py --kinds`
+lists them. The answer is the last message; "kind" names the task, so that a checker can score by kind. Same
+seed, same lines.
 """
 import argparse
 import json
@@ -52,12 +53,18 @@ def counting(r):
     return chat(f"How many times does {word} occur? {' '.join(items)}", str(items.count(word)))
 
 
-def recall(r, pairs):
-    """Up to three values are asked for, in any order."""
+def tally(r):
+    """How often each word occurs, in the order in which they begin to."""
+    items = r.choices(r.sample(WORDS, r.randint(1, 4)), k=r.randint(2, 12))
+    return chat(f"Tally: {' '.join(items)}", ", ".join(f"{w} {items.count(w)}" for w in dict.fromkeys(items)))
+
+
+def recall(r, pairs, most=3):
+    """Up to `most` values are asked for, in any order."""
     keys = r.sample(WORDS, pairs)
     values = [r.randint(10, 99) for _ in keys]
     lines = " ".join(f"{k} = {v}" for k, v in zip(keys, values))
-    asked = r.sample(range(pairs), min(pairs, r.randint(1, 3)))
+    asked = r.sample(range(pairs), min(pairs, r.randint(1, most)))
     return chat(f"{lines} Give {' '.join(keys[i] for i in asked)}", " ".join(str(values[i]) for i in asked))
 
 
@@ -97,17 +104,21 @@ def reasoning(r):
             "thinking": {"type": "enabled"}, "reasoning_effort": effort}
 
 
-# Each with its weight: long prompts with short answers teach little per token.
+# Each with its weight. Prompts are long and answers short, so the kinds that are learned last get the most.
 KINDS = {
-    "arithmetic": (arithmetic, 6),
-    "copying": (copying, 8),
-    "sorting": (sorting, 6),
-    "counting": (counting, 6),
-    "recall": (lambda r: recall(r, size(r, 2, 8)), 8),
-    "long_recall": (lambda r: recall(r, r.randint(12, 20)), 2),
+    "arithmetic": (arithmetic, 12),
+    "copying": (copying, 6),
+    "sorting": (sorting, 10),
+    "counting": (counting, 14),
+    "recall": (lambda r: recall(r, size(r, 2, 8)), 10),
+    "long_recall": (lambda r: recall(r, r.randint(12, 20)), 4),
     "json": (json_answer, 1),
-    "tool": (tool_call, 1),
-    "reasoning": (reasoning, 6),
+    "tool": (tool_call, 0.5),
+    "reasoning": (reasoning, 10),
+}
+PRACTICE = {
+    "tally": (tally, 8),
+    "recall_all": (lambda r: recall(r, size(r, 2, 20), most=20), 12),
 }
 
 
@@ -117,18 +128,20 @@ def main():
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out")
     parser.add_argument("--kinds", action="store_true", help="list the kinds of tasks")
-    parser.add_argument("--even", action="store_true", help="as many of each kind, to measure")
-    parser.add_argument("--only", nargs="+", choices=list(KINDS), default=list(KINDS))
+    parser.add_argument("--even", action="store_true", help="to measure: as many of each kind, none for practice")
+    parser.add_argument("--only", nargs="+", choices=[*KINDS, *PRACTICE])
     args = parser.parse_args()
+    every = {**KINDS, **PRACTICE}
     if args.kinds:
-        print("\n".join(KINDS))
+        print("\n".join(every))
         return
     r = random.Random(args.seed)
-    weights = [1 if args.even else KINDS[kind][1] for kind in args.only]
+    kinds = args.only or list(KINDS if args.even else every)
+    weights = [1 if args.even else every[kind][1] for kind in kinds]
     with open(args.out, "w") as out:
         for _ in range(args.count):
-            kind = r.choices(args.only, weights)[0]
-            out.write(json.dumps({"kind": kind, **KINDS[kind][0](r)}) + "\n")
+            kind = r.choices(kinds, weights)[0]
+            out.write(json.dumps({"kind": kind, **every[kind][0](r)}) + "\n")
 
 
 if __name__ == "__main__":
