@@ -40,7 +40,11 @@ Status render(const nlohmann::json& body,
   }
   text::ChatRequest prompt = whole;
   prompt.messages.pop_back();
-  CACHALOT_TRY(*tokens, text::encode_chat(tokenizer, whole));
+  CACHALOT_TRY(const text::RenderedChat rendered, text::render_chat(whole));
+  if (!rendered.images.empty()) {
+    return invalid("{}: the trainer takes no images", rendered.images.front().field);
+  }
+  CACHALOT_TRY(*tokens, text::encode_prompt(tokenizer, rendered));
   CACHALOT_TRY(const std::vector<int32_t> before, text::encode_chat(tokenizer, prompt));
   learn->assign(tokens->size(), 1);
   const auto same = std::mismatch(before.begin(), before.end(), tokens->begin(), tokens->end());

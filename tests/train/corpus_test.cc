@@ -92,6 +92,13 @@ TEST_F(CorpusTest, ErrorsNameTheLine) {
   const Status outside = add(write("big.jsonl", "{\"tokens\": [512]}\n"));
   EXPECT_NE(outside.message().find("512"), std::string::npos) << outside.message();
   EXPECT_FALSE(add(directory_.file("absent.txt")).ok());
+  const Status image =
+      add(write("image.jsonl",
+                R"({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": )"
+                R"({"url": "data:image/png;base64,AA"}}]}, )"
+                R"({"role": "assistant", "content": "4"}]})"));
+  EXPECT_NE(image.message().find("image.jsonl:1: messages[0].content[0]"), std::string::npos)
+      << image.message();
 }
 
 TEST_F(CorpusTest, EpochsCoverEveryTokenOnceInAnOrderOfTheirOwn) {

@@ -187,7 +187,7 @@ void register_dots(const WeightRows& w,
 
 // FP8 tiles: 32 outputs share their scales, so rows of x take them on instead of the weights, a
 // copy of the rows per stream. The factors are powers of two, so that the products stay what they
-// are.
+// are, for |x| below 2^60.
 template <int kRows>
 class ScaledRows {
  public:
