@@ -14,6 +14,7 @@
 #include <chrono>
 #include <cstdarg>
 #include <cstring>
+#include <filesystem>
 #include <functional>
 #include <memory>
 #include <optional>
@@ -41,6 +42,13 @@ constexpr int kMostOpenFiles = 64;
 // Compactions collect garbage. Where they lag by so many files, twice what they take at once,
 // objects wait: RocksDB would go on until 36 and leave several times the bound behind.
 constexpr int kMostFilesBehind = 8;
+// The directory, garbage and logs and files not yet removed included, takes at most twice the bound
+// and so many pieces; beyond that nothing is stored until it is smaller.
+constexpr int64_t kMostPiecesBeside = 24;
+// Nothing is stored where the file system has less room than this, so that what RocksDB holds in
+// memory can be written: after a write that failed, builds of it with assertions may end the
+// process.
+constexpr int64_t kFreePieces = 6;
 // Blocks of keys; objects are not among them. RocksDB would give each family a cache of its own, of
 // 8 MiB or 32, and fill it in time with blocks of files that are long gone.
 constexpr size_t kBlockCacheBytes = size_t{2} << 20;
@@ -89,6 +97,19 @@ rocksdb::Options database_options() {
   return options;
 }
 
+// Of the files in a directory, which come and go.
+int64_t bytes_in(const std::string& directory) {
+  int64_t bytes = 0;
+  std::error_code error;
+  for (std::filesystem::directory_iterator entry(directory, error), end; !error && entry != end;
+       entry.increment(error)) {
+    std::error_code gone;
+    const uintmax_t size = entry->file_size(gone);
+    bytes += gone ? 0 : static_cast<int64_t>(size);
+  }
+  return bytes;
+}
+
 struct Use {
   double time = 0;
   int64_t bytes = 0;
@@ -111,8 +132,9 @@ class DiskStore : public ObjectStore {
     rocksdb::Options options = database_options();
     // Small against a small store: the memory that gathers objects, and the files of them, which
     // give their room back when all in them was removed.
-    const auto piece =
-        static_cast<uint64_t>(std::clamp(max_bytes_ / 16, int64_t{1} << 20, int64_t{32} << 20));
+    directory_ = directory;
+    piece_ = std::clamp(max_bytes_ / 16, int64_t{1} << 20, int64_t{32} << 20);
+    const auto piece = static_cast<uint64_t>(piece_);
     options.max_total_wal_size = 2 * piece;
     rocksdb::BlockBasedTableOptions tables;
     tables.block_cache = rocksdb::NewLRUCache(kBlockCacheBytes);
@@ -199,6 +221,7 @@ class DiskStore : public ObjectStore {
     if (use.bytes > max_bytes_) {
       return {};
     }
+    CACHALOT_RETURN_IF_ERROR(check_room(use.bytes));
     const auto found = entries_.find(key);
     const std::optional<Use> before =
         found != entries_.end() ? std::optional(found->second) : std::nullopt;
@@ -236,6 +259,32 @@ class DiskStore : public ObjectStore {
 
   static rocksdb::Slice bytes_of(const Use& use) {
     return {reinterpret_cast<const char*>(&use), sizeof use};
+  }
+
+  // RocksDB bounds neither garbage nor how long it keeps files that it no longer needs.
+  Status check_room(int64_t more) {
+    std::error_code unknown;
+    const std::filesystem::space_info disk = std::filesystem::space(directory_, unknown);
+    const auto least = static_cast<uintmax_t>(kFreePieces * piece_);
+    if (!unknown && disk.available < least) {
+      return error(Code::kUnavailable,
+                   "the disk is full: {} bytes are free, {} are kept free",
+                   disk.available,
+                   least);
+    }
+    const int64_t most = 2 * max_bytes_ + kMostPiecesBeside * piece_;
+    unmeasured_ += more;
+    if (unmeasured_ >= piece_ || directory_bytes_ > most) {
+      unmeasured_ = 0;
+      directory_bytes_ = bytes_in(directory_);
+    }
+    if (directory_bytes_ > most) {
+      return error(Code::kUnavailable,
+                   "the directory has {} bytes, at most {} are taken until garbage is collected",
+                   directory_bytes_,
+                   most);
+    }
+    return {};
   }
 
   // Not synced: a crash of the machine may lose the last objects, one of this process does not.
@@ -297,6 +346,10 @@ class DiskStore : public ObjectStore {
 
   int64_t max_bytes_;
   double retention_;
+  std::string directory_;
+  int64_t piece_ = 0;
+  int64_t directory_bytes_ = 0;  // when it was last measured
+  int64_t unmeasured_ = 0;       // bytes of objects put since
   std::unique_ptr<rocksdb::DB> db_;
   Handle objects_, uses_;
   std::unordered_map<PrefixKey, Use, PrefixKeyHash> entries_;

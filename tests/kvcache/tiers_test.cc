@@ -276,7 +276,7 @@ bool has_small_disks(const std::string& directory) {
 
 // What went wrong, 0: nothing.
 int fill_small_disk(const std::string& directory) {
-  if (!enter_small_disk(directory, int64_t{60} << 20)) {
+  if (!enter_small_disk(directory, int64_t{80} << 20)) {
     return 6;
   }
   const std::string filler = directory + "/filler", folder = directory + "/cache";
@@ -291,7 +291,7 @@ int fill_small_disk(const std::string& directory) {
     const Status status = store->put(key(i), object(i));
     if (status.ok()) {
       stored.push_back(i);
-    } else if (status.message().find("No space left") != std::string::npos) {
+    } else if (status.message().find("the disk is full") != std::string::npos) {
       full = status;
     }
     more -= full.ok() ? 0 : 1;
