@@ -59,8 +59,7 @@ void fill_normal(const Philox& random, int64_t begin, std::span<float> out) {
 class Generator {
  public:
   Generator(const ModelConfig& config, const WeightSpec& spec, uint64_t seed)
-      : spec_(spec),
-        random_(stream_of(seed, spec.name)),
+      : random_(stream_of(seed, spec.name)),
         mean_(static_cast<float>(spec.mean)),
         deviation_(static_cast<float>(spec.deviation)) {
     if (spec.role == WeightRole::kEmbedding || spec.role == WeightRole::kImageVector) {
@@ -112,7 +111,6 @@ class Generator {
     }
   }
 
-  const WeightSpec& spec_;
   Philox random_;
   float mean_;
   float deviation_;

@@ -64,7 +64,7 @@ Var<Real> TrainExec<Real>::compress_pool(const LayerSpec& layer,
     });
     return norm_rows(pooled, norm);
   }
-  const auto share = [kv, gate, n](int64_t last, int64_t i) {
+  const auto share = [gate, n](int64_t last, int64_t i) {
     return sigmoid(gate.value()[last * n + i] - gate.value()[(last - 1) * n + i]);
   };
   parallel_for(pool_, g.count(), kRowGrain, [&](int64_t begin, int64_t end) {

@@ -30,7 +30,7 @@ ADAM_RATES = (0.125, 0.25, 0.5, 1.0, 2.0)
 TABLE_RATES = (0.5, 1.0, 2.0)
 # Muon against AdamW on the matrices: without the tables, which learn most in so short a run whatever the matrices
 # do, with both rates searched, in as many steps as `nano` makes in three minutes of its GPU (230 to 460).
-MATRIX_RATES = (0.5, 1.0, 2.0)
+MATRIX_RATES = (0.5, 1.0, 2.0, 4.0)
 MATRICES = ["schedule.steps=250", "schedule.warmup_steps=25"]
 NO_TABLES = ["engram_layer_ids=[]"]
 NEEDLE_KEYS, NEEDLE_VALUES, NEEDLE_PAIRS, NEEDLE_ASKED, NEEDLE_DISTANCE, NEEDLE_NOISE = 16, 16, 8, 4, 64, 8
@@ -384,7 +384,7 @@ def build_table(r):
               [s for s in seeds if s in base])
     muon, seeds = r.best("matrices-muon", MATRIX_RATES)
     adam, adam_seeds = r.best("matrices-adamw", MATRIX_RATES)
-    muon_rows(r, t, "Muon against AdamW without tables (rates of each: 3)", muon,
+    muon_rows(r, t, f"Muon against AdamW without tables (rates of each: {len(MATRIX_RATES)})", muon,
               muon and muon.replace("muon-", "muon-short-"), adam, [s for s in seeds if s in adam_seeds])
     tables, seeds = r.best("adamw-tables", TABLE_RATES)
     seeds = [s for s in seeds if s in base]
