@@ -135,6 +135,8 @@ class DiskStore : public ObjectStore {
     directory_ = directory;
     piece_ = std::clamp(max_bytes_ / 16, int64_t{1} << 20, int64_t{32} << 20);
     const auto piece = static_cast<uint64_t>(piece_);
+    // The log before it goes with every flush: no family is left behind in it.
+    options.atomic_flush = true;
     options.max_total_wal_size = 2 * piece;
     rocksdb::BlockBasedTableOptions tables;
     tables.block_cache = rocksdb::NewLRUCache(kBlockCacheBytes);
@@ -279,6 +281,13 @@ class DiskStore : public ObjectStore {
       directory_bytes_ = bytes_in(directory_);
     }
     if (directory_bytes_ > most) {
+      // RocksDB looks for files that it no longer needs at the end of a job, and without writes
+      // there is none. Flushed families let go of the log, enabling looks at every file.
+      rocksdb::FlushOptions flush;
+      flush.wait = false;
+      flush.allow_write_stall = true;
+      CACHALOT_RETURN_IF_ERROR(status_of(db_->Flush(flush, {objects_.get(), uses_.get()})));
+      CACHALOT_RETURN_IF_ERROR(status_of(db_->EnableFileDeletions(/*force=*/true)));
       return error(Code::kUnavailable,
                    "the directory has {} bytes, at most {} are taken until garbage is collected",
                    directory_bytes_,
