@@ -44,7 +44,7 @@ constexpr int kMostOpenFiles = 64;
 constexpr int kMostFilesBehind = 8;
 // The directory, garbage and logs and files not yet removed included, takes at most twice the bound
 // and so many pieces; beyond that nothing is stored until it is smaller.
-constexpr int64_t kMostPiecesBeside = 24;
+constexpr int64_t kMostPiecesBeside = 12;
 // Nothing is stored where the file system has less room than this, so that what RocksDB holds in
 // memory can be written: after a write that failed, builds of it with assertions may end the
 // process.
