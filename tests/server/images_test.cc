@@ -90,7 +90,7 @@ TEST_F(ImagesTest, ChatPutsTheSlotsWhereTheImageStands) {
 }
 
 TEST_F(ImagesTest, ToolResultsMayHoldImages) {
-  json body = chat_body({text_part("look")});
+  json body = chat_body(json::array({text_part("look")}));
   body["tools"] = {{{"type", "function"}, {"function", {{"name", "f"}}}}};
   body["messages"].push_back({{"role", "assistant"},
                               {"tool_calls",
