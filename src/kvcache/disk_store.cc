@@ -42,9 +42,6 @@ constexpr int kMostOpenFiles = 64;
 // Compactions collect garbage. Where they lag by so many files, twice what they take at once,
 // objects wait: RocksDB would go on until 36 and leave several times the bound behind.
 constexpr int kMostFilesBehind = 8;
-// The directory, garbage and logs and files not yet removed included, takes at most twice the bound
-// and so many pieces; beyond that nothing is stored until it is smaller.
-constexpr int64_t kMostPiecesBeside = 12;
 // Nothing is stored where the file system has less room than this, so that what RocksDB holds in
 // memory can be written: after a write that failed, builds of it with assertions may end the
 // process.
@@ -97,19 +94,6 @@ rocksdb::Options database_options() {
   return options;
 }
 
-// Of the files in a directory, which come and go.
-int64_t bytes_in(const std::string& directory) {
-  int64_t bytes = 0;
-  std::error_code error;
-  for (std::filesystem::directory_iterator entry(directory, error), end; !error && entry != end;
-       entry.increment(error)) {
-    std::error_code gone;
-    const uintmax_t size = entry->file_size(gone);
-    bytes += gone ? 0 : static_cast<int64_t>(size);
-  }
-  return bytes;
-}
-
 struct Use {
   double time = 0;
   int64_t bytes = 0;
@@ -135,7 +119,8 @@ class DiskStore : public ObjectStore {
     directory_ = directory;
     piece_ = std::clamp(max_bytes_ / 16, int64_t{1} << 20, int64_t{32} << 20);
     const auto piece = static_cast<uint64_t>(piece_);
-    // The log before it goes with every flush: no family is left behind in it.
+    // A flush of both families lets go of the log before it. Each for itself they did not: where
+    // the file system was slow to remove files, "uses" fell behind once, and every log stayed.
     options.atomic_flush = true;
     options.max_total_wal_size = 2 * piece;
     rocksdb::BlockBasedTableOptions tables;
@@ -223,7 +208,7 @@ class DiskStore : public ObjectStore {
     if (use.bytes > max_bytes_) {
       return {};
     }
-    CACHALOT_RETURN_IF_ERROR(check_room(use.bytes));
+    CACHALOT_RETURN_IF_ERROR(check_disk());
     const auto found = entries_.find(key);
     const std::optional<Use> before =
         found != entries_.end() ? std::optional(found->second) : std::nullopt;
@@ -263,8 +248,7 @@ class DiskStore : public ObjectStore {
     return {reinterpret_cast<const char*>(&use), sizeof use};
   }
 
-  // RocksDB bounds neither garbage nor how long it keeps files that it no longer needs.
-  Status check_room(int64_t more) {
+  Status check_disk() const {
     std::error_code unknown;
     const std::filesystem::space_info disk = std::filesystem::space(directory_, unknown);
     const auto least = static_cast<uintmax_t>(kFreePieces * piece_);
@@ -273,25 +257,6 @@ class DiskStore : public ObjectStore {
                    "the disk is full: {} bytes are free, {} are kept free",
                    disk.available,
                    least);
-    }
-    const int64_t most = 2 * max_bytes_ + kMostPiecesBeside * piece_;
-    unmeasured_ += more;
-    if (unmeasured_ >= piece_ || directory_bytes_ > most) {
-      unmeasured_ = 0;
-      directory_bytes_ = bytes_in(directory_);
-    }
-    if (directory_bytes_ > most) {
-      // RocksDB looks for files that it no longer needs at the end of a job, and without writes
-      // there is none. Flushed families let go of the log, enabling looks at every file.
-      rocksdb::FlushOptions flush;
-      flush.wait = false;
-      flush.allow_write_stall = true;
-      CACHALOT_RETURN_IF_ERROR(status_of(db_->Flush(flush, {objects_.get(), uses_.get()})));
-      CACHALOT_RETURN_IF_ERROR(status_of(db_->EnableFileDeletions(/*force=*/true)));
-      return error(Code::kUnavailable,
-                   "the directory has {} bytes, at most {} are taken until garbage is collected",
-                   directory_bytes_,
-                   most);
     }
     return {};
   }
@@ -357,8 +322,6 @@ class DiskStore : public ObjectStore {
   double retention_;
   std::string directory_;
   int64_t piece_ = 0;
-  int64_t directory_bytes_ = 0;  // when it was last measured
-  int64_t unmeasured_ = 0;       // bytes of objects put since
   std::unique_ptr<rocksdb::DB> db_;
   Handle objects_, uses_;
   std::unordered_map<PrefixKey, Use, PrefixKeyHash> entries_;

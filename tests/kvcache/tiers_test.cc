@@ -5,10 +5,12 @@
 #include <sched.h>
 #include <signal.h>
 #include <sys/mount.h>
+#include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <filesystem>
 #include <fstream>
@@ -20,6 +22,18 @@
 #include "kvcache/prefix_content.h"
 #include "tests/support/redis_server.h"
 #include "tests/support/temp_directory.h"
+
+namespace {
+std::atomic<int> unlink_milliseconds = 0;
+std::atomic<int> unlink_count = 0;
+}  // namespace
+
+// Takes the place of the C library's for this process, the database's calls included.
+extern "C" int unlink(const char* path) noexcept {
+  ++unlink_count;
+  ::usleep(static_cast<useconds_t>(1000 * unlink_milliseconds));
+  return static_cast<int>(::syscall(SYS_unlink, path));
+}
 
 namespace cachalot::kvcache {
 namespace {
@@ -193,30 +207,44 @@ int64_t bytes_below(const std::string& directory) {
   return bytes;
 }
 
-// Evicted objects give their room back, also where some of their neighbours are used again and
-// again.
-TEST(DiskStore, TheDirectoryStaysNearItsBound) {
-  constexpr int64_t kBound = int64_t{16} << 20;
+// The most that the directory of a store with this bound takes while many times as much goes
+// through it, where some objects are used again and again among others that are evicted.
+int64_t most_bytes_of_a_store(int64_t bound) {
   const test::TempDirectory directory;
-  auto store = std::move(open_disk_store(directory.path(), kBound, 1000).value());
+  auto store = std::move(open_disk_store(directory.path(), bound, 1000).value());
   const std::string object(100'000, 'x');
   int64_t most = 0;
-  int refused = 0;  // where the disk lags behind
-  for (int i = 0; i < 1000 && refused < 100; ++i) {
-    const int old = i / 100 * 100;
-    for (const int put : {i, old}) {  // the latter is a use
+  for (int i = 0; i < 1000; ++i) {
+    for (const int put : {i, i / 100 * 100}) {  // the latter is a use
       const Status status = store->put(key(put), object);
-      ASSERT_TRUE(status.ok() || status.code() == Code::kUnavailable) << status.message();
-      refused += status.ok() ? 0 : 1;
+      EXPECT_TRUE(status.ok()) << status.message();
     }
     if (i % 20 == 0) {
       most = std::max(most, bytes_below(directory.path()));
     }
   }
-  EXPECT_GT(store->bytes(), kBound - 100'000);
-  // About a third of it is garbage in the mean, twice the bound where objects come faster than it
-  // is collected.
-  EXPECT_LE(most, 4 * kBound);
+  EXPECT_GT(store->bytes(), bound - 100'000);
+  return most;
+}
+
+// About a third of the directory is garbage in the mean, half where objects come faster than it is
+// collected; beside it there are the files of one compaction and the log.
+TEST(DiskStore, TheDirectoryStaysNearItsBound) {
+  constexpr int64_t kBound = int64_t{16} << 20;
+  EXPECT_LE(most_bytes_of_a_store(kBound), 3 * kBound);
+}
+
+// Some file systems take milliseconds to remove a file, and compactions lag. The log of the
+// database then stayed whole, up to 13 times the bound.
+TEST(DiskStore, TheDirectoryStaysNearItsBoundWhereFilesGoSlowly) {
+  constexpr int64_t kBound = int64_t{16} << 20;
+  for (const int milliseconds : {3, 10}) {
+    unlink_milliseconds = milliseconds;
+    const int unlinked = unlink_count;
+    EXPECT_LE(most_bytes_of_a_store(kBound), 3 * kBound) << milliseconds;
+    EXPECT_GT(unlink_count, unlinked + 100);
+    unlink_milliseconds = 0;
+  }
 }
 
 // What bounds the descriptors of the database, which are for connections, and its garbage where the
