@@ -3,7 +3,9 @@
 import json
 import os
 import pathlib
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -117,6 +119,35 @@ def server(cachalot, checkpoint):
     running = Server(cachalot, checkpoint())
     yield running
     running.stop()
+
+
+class Redis:
+    """A redis-server on a free port, with nothing on disk."""
+
+    def __init__(self, directory):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        self.url = f"redis://127.0.0.1:{self.port}"
+        self.process = subprocess.Popen(
+            ["redis-server", "--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--dir", str(directory)],
+            stdout=subprocess.DEVNULL,
+        )
+        wait_until(self.answers)
+
+    def answers(self):
+        with socket.socket() as probe:
+            return probe.connect_ex(("127.0.0.1", self.port)) == 0
+
+
+@pytest.fixture
+def redis(tmp_path):
+    if shutil.which("redis-server") is None:
+        pytest.skip("redis-server is not installed")
+    running = Redis(tmp_path)
+    yield running
+    running.process.kill()
+    running.process.wait()
 
 
 def wait_until(condition, seconds=60):

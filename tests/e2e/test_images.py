@@ -8,7 +8,7 @@ import anthropic
 import openai
 import pytest
 
-from conftest import ENGINE, ROOT, Server
+from conftest import ENGINE, ROOT, Server, wait_until
 
 GOLDEN = ROOT / "tests" / "image" / "golden"
 
@@ -98,6 +98,27 @@ def test_a26_another_image_finds_nothing(seeing):
     assert other[2] <= before + 16  # what stands before the image
     assert again[2] > first[1] - 32
     assert seeing.metric("cachalot_image_seconds_count") >= 2
+
+
+@pytest.mark.parametrize("tier", ["disk", "redis"])
+def test_a26_tiers_tell_images_apart(cachalot, checkpoint, redis, tmp_path, tier):
+    """A second server on the same store finds the prompt with its image, and nothing for another image."""
+    flags = ("--disk", tmp_path / "disk") if tier == "disk" else ("--redis", redis.url)
+    text = "x" * 200  # more than is replayed where the store has no window states
+    first = Server(cachalot, checkpoint("t1-vision"), *flags)
+    ids, prompt, cached = ask(first, "palette.png", text=text)
+    assert cached == 0
+    pages = (prompt - 1) // 16
+    wait_until(lambda: first.metric(f'cachalot_tier_stored_total{{tier="{tier}"}}') >= pages)
+    first.stop()
+    second = Server(cachalot, checkpoint("t1-vision"), *flags)
+    other = ask(second, "gray_alpha.png", text=text)
+    assert other[1] == prompt
+    assert other[2] <= 16  # what stands before the image
+    assert ask(second, "palette.png", text=text) == (ids, prompt, 16 * pages)
+    assert second.metric(f'cachalot_tier_hits_total{{tier="{tier}"}}') >= pages
+    assert second.metric(f'cachalot_tier_faults_total{{tier="{tier}"}}') == 0
+    second.stop()
 
 
 def test_the_dialects_agree(seeing):

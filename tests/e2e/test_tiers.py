@@ -2,9 +2,7 @@
 
 import http.client
 import random
-import shutil
 import signal
-import socket
 import subprocess
 import threading
 import time
@@ -117,50 +115,28 @@ def test_a_full_disk_costs_hits_alone(cachalot, checkpoint, tmp_path):
     assert "cache tier 'disk'" in server.stop()
 
 
-@pytest.mark.skipif(shutil.which("redis-server") is None, reason="redis-server is not installed")
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_lost_redis_server(cachalot, checkpoint, tmp_path, how):
+def test_a_lost_redis_server(cachalot, checkpoint, redis, how):
     """Gone, or there and silent: answers are right, soon, and log and metrics say it."""
     first = Server(cachalot, checkpoint())
     expected, _ = complete(first)
     first.stop()
-    port = free_port()
-    redis = subprocess.Popen(
-        ["redis-server", "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--dir", str(tmp_path)],
-        stdout=subprocess.DEVNULL,
-    )
-    try:
-        wait_until(lambda: answers(port))
-        flags = ("--redis", f"redis://127.0.0.1:{port}")
-        first, second = (Server(cachalot, checkpoint(), *flags) for _ in range(2))
-        assert complete(first) == (expected, 0)
-        wait_until(lambda: first.metric('cachalot_tier_stored_total{tier="redis"}') >= 13)
-        # The other machine finds its pages and its window state.
-        assert complete(second) == (expected, 192)
-        assert second.metric("cachalot_replayed_tokens_total") == 0
-        redis.send_signal(how)
-        begin = time.monotonic()
-        draw = random.Random(4)
-        for _ in range(10):
-            body = {"prompt": [draw.randrange(3, 512) for _ in range(40)], "max_tokens": 1}
-            second.post("/v1/completions", body)
-        # A silent server costs a timeout or two, not one per request.
-        assert time.monotonic() - begin < 15
-        assert complete(second)[0] == expected
-        assert second.metric('cachalot_tier_faults_total{tier="redis"}') > 0
-        assert "cache tier 'redis'" in second.stop()
-        first.stop()
-    finally:
-        redis.kill()
-        redis.wait()
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-def answers(port):
-    with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", port)) == 0
+    flags = ("--redis", redis.url)
+    first, second = (Server(cachalot, checkpoint(), *flags) for _ in range(2))
+    assert complete(first) == (expected, 0)
+    wait_until(lambda: first.metric('cachalot_tier_stored_total{tier="redis"}') >= 13)
+    # The other machine finds its pages and its window state.
+    assert complete(second) == (expected, 192)
+    assert second.metric("cachalot_replayed_tokens_total") == 0
+    redis.process.send_signal(how)
+    begin = time.monotonic()
+    draw = random.Random(4)
+    for _ in range(10):
+        body = {"prompt": [draw.randrange(3, 512) for _ in range(40)], "max_tokens": 1}
+        second.post("/v1/completions", body)
+    # A silent server costs a timeout or two, not one per request.
+    assert time.monotonic() - begin < 15
+    assert complete(second)[0] == expected
+    assert second.metric('cachalot_tier_faults_total{tier="redis"}') > 0
+    assert "cache tier 'redis'" in second.stop()
+    first.stop()
