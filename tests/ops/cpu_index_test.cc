@@ -7,6 +7,7 @@
 #include "tests/support/compare.h"
 #include "tests/support/compressor.h"
 #include "tests/support/context.h"
+#include "tests/support/index.h"
 #include "tests/support/step.h"
 
 namespace cachalot::ops {
@@ -15,57 +16,15 @@ namespace {
 using test::Buffer;
 using test::CompressorInput;
 using test::differing_picks;
+using test::IndexCase;
+using test::IndexInput;
+using test::IndexOutput;
 using test::Pages;
 using test::Random;
 using test::same_bits;
-using test::SequenceSpec;
 using test::TestStep;
 
 constexpr DType kActs[] = {DType::kF32, DType::kBF16};
-
-struct IndexInput {
-  IndexInput(Random& random,
-             std::vector<SequenceSpec> specs,
-             DType act,
-             int64_t hi,
-             int64_t di,
-             int64_t entries,
-             int64_t entry_ratio)
-      : step(std::move(specs)),
-        ratio(entry_ratio),
-        heads(hi),
-        dim(di),
-        q(random.activations(act, {step.count(), hi * di})),
-        w(random.normals(act, {step.count(), hi})),
-        rope(test::rope_rows(step, di / 4)),
-        pages(random,
-              static_cast<int64_t>(step.specs().size()),
-              entries,
-              5,
-              quant::index_row_bytes(di)) {
-    // Only the entries that the last row of a sequence sees exist.
-    for (size_t s = 0; s < step.specs().size(); ++s) {
-      const int64_t end = step.specs()[s].start + step.specs()[s].rows;
-      for (int64_t e = 0; e < end / ratio; ++e) {
-        write_key(random, s, e);
-      }
-    }
-  }
-
-  void write_key(Random& random, size_t s, int64_t e) {
-    const Buffer key = random.normals(DType::kF32, {dim}, 0.5);
-    quant::index_row_encode(key.floats().data(), dim, pages.views()[s].row(e));
-  }
-
-  TestStep step;
-  int64_t ratio, heads, dim;
-  Buffer q, w, rope;
-  Pages pages;
-};
-
-struct IndexOutput {
-  Buffer selected, candidates;
-};
 
 IndexOutput run_index(OpContext& ctx,
                       const IndexInput& in,
@@ -97,24 +56,9 @@ IndexOutput run_index(OpContext& ctx,
   return out;
 }
 
-struct IndexCase {
-  std::vector<SequenceSpec> specs;
-  int64_t hi, di, ratio, k;
-};
-
-std::vector<IndexCase> index_cases() {
-  return {
-      {{{.start = 0, .rows = 1}}, 2, 32, 2, 4},
-      {{{.start = 0, .rows = 40}}, 2, 32, 1, 4},
-      {{{.start = 90, .rows = 9}, {.start = 0, .rows = 3}, {.start = 200, .rows = 1}}, 4, 64, 2, 8},
-      {{{.start = 300, .rows = 20}}, 32, 128, 1, 16},
-      {{{.start = 500, .rows = 1}, {.start = 77, .rows = 1}}, 9, 32, 1, 5},
-  };
-}
-
 TEST(CpuIndexSelect, MatchesRef) {
   Random random(10);
-  for (const IndexCase& c : index_cases()) {
+  for (const IndexCase& c : test::index_cases()) {
     for (DType act : kActs) {
       const IndexInput in(random, c.specs, act, c.hi, c.di, 600, c.ratio);
       const IndexOutput got = run_index(test::cpu(), in, c.k),

@@ -4,14 +4,17 @@
 
 #include "tests/support/compare.h"
 #include "tests/support/device.h"
+#include "tests/support/index.h"
 
 namespace cachalot::ops {
 namespace {
 
 using test::Buffer;
 using test::differing_picks;
+using test::IndexCase;
+using test::IndexInput;
+using test::IndexOutput;
 using test::on_both;
-using test::Pages;
 using test::Random;
 using test::SequenceSpec;
 using test::Side;
@@ -20,50 +23,6 @@ using test::TestStep;
 constexpr DType kActs[] = {DType::kF32, DType::kBF16};
 
 class CudaIndex : public test::CudaTest {};
-
-struct IndexInput {
-  IndexInput(Random& random,
-             std::vector<SequenceSpec> specs,
-             DType act,
-             int64_t hi,
-             int64_t di,
-             int64_t entries,
-             int64_t entry_ratio,
-             int64_t page_rows = 5)
-      : step(std::move(specs)),
-        ratio(entry_ratio),
-        dim(di),
-        q(random.activations(act, {step.count(), hi * di})),
-        w(random.normals(act, {step.count(), hi})),
-        rope(test::rope_rows(step, di / 4)),
-        pages(random,
-              static_cast<int64_t>(step.specs().size()),
-              entries,
-              page_rows,
-              quant::index_row_bytes(di)) {
-    // Only the entries that the last row of a sequence sees exist.
-    for (size_t s = 0; s < step.specs().size(); ++s) {
-      const int64_t end = step.specs()[s].start + step.specs()[s].rows;
-      for (int64_t e = 0; e < end / ratio; ++e) {
-        write_key(random, s, e, 0.5);
-      }
-    }
-  }
-
-  void write_key(Random& random, size_t s, int64_t e, double scale) {
-    const Buffer key = random.normals(DType::kF32, {dim}, scale);
-    quant::index_row_encode(key.floats().data(), dim, pages.views()[s].row(e));
-  }
-
-  TestStep step;
-  int64_t ratio, dim;
-  Buffer q, w, rope;
-  Pages pages;
-};
-
-struct IndexOutput {
-  Buffer selected, candidates;
-};
 
 // Publishes `blocks` blocks, or restricts to `candidates`.
 IndexOutput run_index(Side& side,
@@ -97,19 +56,11 @@ IndexOutput run_index(Side& side,
   return out;
 }
 
-struct IndexCase {
-  std::vector<SequenceSpec> specs;
-  int64_t hi, di, ratio, k;
-};
-
-std::vector<IndexCase> index_cases() {
-  return {
-      {{{.start = 0, .rows = 1}}, 2, 32, 2, 4},
-      {{{.start = 0, .rows = 40}}, 2, 32, 1, 4},
-      {{{.start = 90, .rows = 9}, {.start = 0, .rows = 3}, {.start = 200, .rows = 1}}, 4, 64, 2, 8},
-      {{{.start = 300, .rows = 20}}, 32, 128, 1, 16},
+// Those of every backend, and more entries and rows than one block of threads takes.
+std::vector<IndexCase> cuda_cases() {
+  std::vector<IndexCase> cases = test::index_cases();
+  const std::vector<IndexCase> more = {
       {{{.start = 2500, .rows = 2}, {.start = 7, .rows = 1}}, 32, 128, 1, 512},
-      {{{.start = 500, .rows = 1}, {.start = 77, .rows = 1}}, 9, 32, 1, 5},
       {{{.start = 3000, .rows = 1}}, 16, 128, 2, 64},
       // Several sequences in a group of tokens, and sequences across two of them.
       {{{.start = 900, .rows = 6}, {.start = 1000, .rows = 6}, {.start = 3, .rows = 6}},
@@ -123,6 +74,8 @@ std::vector<IndexCase> index_cases() {
        2,
        20},
   };
+  cases.insert(cases.end(), more.begin(), more.end());
+  return cases;
 }
 
 // A BF16 query value on the other side of a rounding boundary can move an FP4 code.
@@ -132,7 +85,7 @@ int64_t allowed_picks(DType act, int64_t rows, int64_t k) {
 
 TEST_F(CudaIndex, IndexSelect) {
   Random random(10);
-  for (const IndexCase& c : index_cases()) {
+  for (const IndexCase& c : cuda_cases()) {
     for (DType act : kActs) {
       IndexInput in(random, c.specs, act, c.hi, c.di, 3100, c.ratio);
       const auto both = on_both([&](Side& side) { return run_index(side, in, c.k); });
@@ -209,7 +162,7 @@ TEST_F(CudaIndex, IndexSelectSharesKeys) {
   for (IndexInput* in : {&alone, &crowded}) {
     Random keys(15);
     for (int64_t e = 0; e < kStart + kRows; ++e) {
-      in->write_key(keys, 0, e, 0.5);
+      in->write_key(keys, 0, e);
     }
   }
   Side side(Side::Kind::kCuda);

@@ -221,7 +221,6 @@ Status index_select(OpContext&, const IndexSelectArgs& args) {
 }
 
 Status attend(OpContext&, const AttendArgs& args) {
-  constexpr int64_t kBlock = 64;
   const int64_t t = args.rows.rows, h = args.sink.dim(0), k = args.q.dim(1) / h;
   const int64_t half = args.rope.dim(1), row_bytes = quant::window_row_bytes(k);
   const double scale = 1.0 / std::sqrt(static_cast<double>(k));
@@ -263,40 +262,21 @@ Status attend(OpContext&, const AttendArgs& args) {
       }
       rotate(q.data(), k, args.rope.as<float>() + row * half * 2, half, 1);
       round_all(q, dtype);
-      double best = -1e30, sum = 0;
-      std::vector<double> o(static_cast<size_t>(k), 0.0);
-      for (int64_t begin = 0; begin < n_keys; begin += kBlock) {
-        const int64_t end = std::min(n_keys, begin + kBlock);
-        std::vector<double> scores;
-        double block_best = best;
-        for (int64_t j = begin; j < end; ++j) {
-          double dot = 0;
-          for (int64_t i = 0; i < k; ++i) {
-            dot += q[static_cast<size_t>(i)] * keys[static_cast<size_t>(j)][static_cast<size_t>(i)];
-          }
-          scores.push_back(dot * scale);
-          block_best = std::max(block_best, scores.back());
+      BlockSoftmax softmax(k);
+      const auto score = [&](int64_t j) {
+        double dot = 0;
+        for (int64_t i = 0; i < k; ++i) {
+          dot += q[static_cast<size_t>(i)] * keys[static_cast<size_t>(j)][static_cast<size_t>(i)];
         }
-        const double rescale = std::exp(best - block_best);
-        best = block_best;
-        sum *= rescale;
-        for (double& value : o) {
-          value *= rescale;
-        }
-        for (int64_t j = begin; j < end; ++j) {
-          const double probability = std::exp(scores[static_cast<size_t>(j - begin)] - best);
-          sum += probability;
-          const double weight = rounded(probability, dtype);
-          for (int64_t i = 0; i < k; ++i) {
-            o[static_cast<size_t>(i)] +=
-                weight * keys[static_cast<size_t>(j)][static_cast<size_t>(i)];
-          }
-        }
-      }
+        return dot * scale;
+      };
+      softmax.add(
+          n_keys, dtype, score, [&](int64_t j) { return keys[static_cast<size_t>(j)].data(); });
+      std::vector<double>& o = softmax.o;
       if (n_keys > 0) {
-        sum += std::exp(static_cast<double>(args.sink.as<float>()[head]) - best);
+        const double sink = args.sink.as<float>()[head];
         for (double& value : o) {
-          value /= sum;
+          value /= softmax.sum + std::exp(sink - softmax.best);
         }
       }
       round_all(o, dtype);

@@ -2,6 +2,7 @@
 // value is rounded only where it is stored.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <vector>
@@ -48,5 +49,49 @@ std::vector<double> rms_norm(const std::vector<double>& x, const TensorView& wei
 
 // Rotates the last 2 * half of n values in place by the table's row; `sign` -1 rotates back.
 void rotate(double* x, int64_t n, const float* cos_sin, int64_t half, int sign);
+
+// Softmax over keys in blocks of 64, in order: a probability is relative to the largest score so
+// far and rounded to the activations' dtype before it weights a value; the sum takes it unrounded.
+// Source of the rule: official reference, kernel.py (sparse_attn).
+struct BlockSoftmax {
+  explicit BlockSoftmax(int64_t k) : o(static_cast<size_t>(k), 0.0) {}
+
+  // Adds `keys` keys: score_of(j), and value_of(j), the k values of key j.
+  template <typename ScoreOf, typename ValueOf>
+  void add(int64_t keys, DType act, const ScoreOf& score_of, const ValueOf& value_of);
+
+  double best = -1e30;    // the largest score so far
+  double sum = 0;         // of the probabilities
+  std::vector<double> o;  // of the weighted values
+};
+
+template <typename ScoreOf, typename ValueOf>
+void BlockSoftmax::add(int64_t keys, DType act, const ScoreOf& score_of, const ValueOf& value_of) {
+  constexpr int64_t kBlock = 64;
+  for (int64_t begin = 0; begin < keys; begin += kBlock) {
+    const int64_t end = std::min(keys, begin + kBlock);
+    std::vector<double> scores;
+    double block_best = best;
+    for (int64_t j = begin; j < end; ++j) {
+      scores.push_back(score_of(j));
+      block_best = std::max(block_best, scores.back());
+    }
+    const double rescale = std::exp(best - block_best);
+    best = block_best;
+    sum *= rescale;
+    for (double& value : o) {
+      value *= rescale;
+    }
+    for (int64_t j = begin; j < end; ++j) {
+      const double probability = std::exp(scores[static_cast<size_t>(j - begin)] - best);
+      sum += probability;
+      const double weight = rounded(probability, act);
+      const auto* values = value_of(j);
+      for (size_t i = 0; i < o.size(); ++i) {
+        o[i] += weight * values[i];
+      }
+    }
+  }
+}
 
 }  // namespace cachalot::ops::ref

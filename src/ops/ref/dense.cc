@@ -53,7 +53,6 @@ Status dense(OpContext&, const DenseArgs& args) {
 }
 
 Status dense_attend(OpContext&, const DenseAttendArgs& args) {
-  constexpr int64_t kBlock = 64;
   const int64_t n = args.o.dim(0), width = args.o.dim(1), k = width / args.heads, half = k / 2;
   const DType act = args.o.dtype;
   const double scale = 1.0 / std::sqrt(static_cast<double>(k));
@@ -78,37 +77,17 @@ Status dense_attend(OpContext&, const DenseAttendArgs& args) {
     }
     for (int64_t row = 0; row < n; ++row) {
       const double* q = head[0].data() + row * k;
-      double best = -1e30, sum = 0;
-      std::vector<double> o(static_cast<size_t>(k), 0.0);
-      for (int64_t begin = 0; begin < n; begin += kBlock) {
-        const int64_t end = std::min(n, begin + kBlock);
-        std::vector<double> scores;
-        double block_best = best;
-        for (int64_t j = begin; j < end; ++j) {
-          double dot = 0;
-          for (int64_t i = 0; i < k; ++i) {
-            dot += q[i] * head[1][static_cast<size_t>(j * k + i)];
-          }
-          scores.push_back(dot * scale);
-          block_best = std::max(block_best, scores.back());
+      BlockSoftmax softmax(k);
+      const auto score = [&](int64_t j) {
+        double dot = 0;
+        for (int64_t i = 0; i < k; ++i) {
+          dot += q[i] * head[1][static_cast<size_t>(j * k + i)];
         }
-        const double rescale = std::exp(best - block_best);
-        best = block_best;
-        sum *= rescale;
-        for (double& value : o) {
-          value *= rescale;
-        }
-        for (int64_t j = begin; j < end; ++j) {
-          const double probability = std::exp(scores[static_cast<size_t>(j - begin)] - best);
-          sum += probability;
-          for (int64_t i = 0; i < k; ++i) {
-            o[static_cast<size_t>(i)] +=
-                rounded(probability, act) * head[2][static_cast<size_t>(j * k + i)];
-          }
-        }
-      }
+        return dot * scale;
+      };
+      softmax.add(n, act, score, [&](int64_t j) { return head[2].data() + j * k; });
       for (int64_t i = 0; i < k; ++i) {
-        store(args.o, row * width + h * k + i, o[static_cast<size_t>(i)] / sum);
+        store(args.o, row * width + h * k + i, softmax.o[static_cast<size_t>(i)] / softmax.sum);
       }
     }
   }
