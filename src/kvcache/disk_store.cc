@@ -32,8 +32,10 @@
 namespace cachalot::kvcache {
 namespace {
 
-// A use is written down again only when it is this much newer, or every hit would be a write.
+// A use is written down again only when it is this much newer, or every hit would be a write; much
+// less than the retention, which counts from it.
 constexpr double kUseStepSeconds = 60;
+constexpr double kUseStepsOfRetention = 16;
 constexpr double kResumeSeconds = 1;
 constexpr double kStallSeconds = 2;
 // RocksDB would keep every file of the database open, 2,000 of 64 GiB, and connections would lack
@@ -113,10 +115,10 @@ class DiskStore : public ObjectStore {
   }
 
   Status open(const std::string& directory) {
+    directory_ = directory;
     rocksdb::Options options = database_options();
     // Small against a small store: the memory that gathers objects, and the files of them, which
     // give their room back when all in them was removed.
-    directory_ = directory;
     piece_ = std::clamp(max_bytes_ / 16, int64_t{1} << 20, int64_t{32} << 20);
     const auto piece = static_cast<uint64_t>(piece_);
     // A flush of both families lets go of the log before it. Each for itself they did not: where
@@ -179,9 +181,10 @@ class DiskStore : public ObjectStore {
     if (found == entries_.end()) {
       return std::optional<std::string>();
     }
+    // What is written in passing may fail, as on a full disk; reading goes on.
     const double now = system_seconds();
     if (expired(found->second, now)) {
-      CACHALOT_RETURN_IF_ERROR(remove(key));
+      static_cast<void>(remove(key));
       return std::optional<std::string>();
     }
     std::string object;
@@ -192,13 +195,13 @@ class DiskStore : public ObjectStore {
       return std::optional<std::string>();
     }
     CACHALOT_RETURN_IF_ERROR(status_of(status));
-    if (now - found->second.time > kUseStepSeconds) {
+    if (now - found->second.time > std::min(kUseStepSeconds, retention_ / kUseStepsOfRetention)) {
       const Use use{now, found->second.bytes};
       forget(key);
       remember(key, use);
       rocksdb::WriteBatch batch;
       CACHALOT_RETURN_IF_ERROR(status_of(batch.Put(uses_.get(), slice(key), bytes_of(use))));
-      CACHALOT_RETURN_IF_ERROR(write(batch));
+      static_cast<void>(write(batch));
     }
     return std::optional(std::move(object));
   }
@@ -209,16 +212,16 @@ class DiskStore : public ObjectStore {
       return {};
     }
     CACHALOT_RETURN_IF_ERROR(check_disk());
+    rocksdb::WriteBatch batch;
+    CACHALOT_RETURN_IF_ERROR(
+        status_of(batch.Put(objects_.get(), slice(key), {object.data(), object.size()})));
+    CACHALOT_RETURN_IF_ERROR(status_of(batch.Put(uses_.get(), slice(key), bytes_of(use))));
     const auto found = entries_.find(key);
     const std::optional<Use> before =
         found != entries_.end() ? std::optional(found->second) : std::nullopt;
     forget(key);
     Status status = make_room(use.bytes);
     if (status.ok()) {
-      rocksdb::WriteBatch batch;
-      CACHALOT_RETURN_IF_ERROR(
-          status_of(batch.Put(objects_.get(), slice(key), {object.data(), object.size()})));
-      CACHALOT_RETURN_IF_ERROR(status_of(batch.Put(uses_.get(), slice(key), bytes_of(use))));
       status = write(batch);
     }
     if (status.ok()) {
@@ -331,8 +334,10 @@ class DiskStore : public ObjectStore {
   double resumed_ = 0;    // when that was last tried
 };
 
-bool is_lock(const Status& status) {
-  return status.message().find("lock") != std::string::npos;
+// Another process has the directory. RocksDB gives this no code of its own.
+bool is_lock(const Status& status, const std::string& directory) {
+  return status.code() == Code::kUnavailable &&
+         status.message().find(directory + "/LOCK: ") != std::string::npos;
 }
 
 }  // namespace
@@ -343,7 +348,7 @@ Result<std::unique_ptr<ObjectStore>> open_disk_store(const std::string& director
   CACHALOT_RETURN_IF_ERROR(make_directories(directory));
   auto store = std::make_unique<DiskStore>(max_bytes, retention);
   Status status = store->open(directory);
-  if (!status.ok() && !is_lock(status)) {
+  if (!status.ok() && !is_lock(status, directory)) {
     log_warning("cache on disk '{}' does not open and is emptied: {}", directory, status.message());
     store = std::make_unique<DiskStore>(max_bytes, retention);
     // Removes files with the names that RocksDB gives, and no others.
