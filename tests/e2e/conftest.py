@@ -23,6 +23,11 @@ BACKENDS = os.environ.get("CACHALOT_BACKENDS", "ref,cpu").split(",")
 ENGINE = ("--threads", "1", "--backend", BACKENDS[-1])
 
 
+def pytest_configure(config):
+    # What a client thread raises would be a warning, and what it was to find out would not be known.
+    config.addinivalue_line("filterwarnings", "error::pytest.PytestUnhandledThreadExceptionWarning")
+
+
 class Binary:
     """Runs build/cachalot (or $CACHALOT_BINARY)."""
 

@@ -127,24 +127,16 @@ def test_the_dialects_agree(seeing):
         extra_body={"thinking": {"type": "disabled"}, "ignore_eos": True},
     )
     text, prompt = chat.choices[0].message.content, chat.usage.prompt_tokens
+    messages = [{"role": "user", "content": [
+        {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": data("rgb.png")}},
+        {"type": "text", "text": "What is this?"},
+    ]}]
+    asked = dict(model="claude-sonnet-4-5", thinking={"type": "disabled"}, messages=messages)
     message = seeing.anthropic.messages.create(
-        model="claude-sonnet-4-5", max_tokens=12, thinking={"type": "disabled"},
-        messages=[{"role": "user", "content": [
-            {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": data("rgb.png")}},
-            {"type": "text", "text": "What is this?"},
-        ]}],
-        extra_body={"ignore_eos": True, "temperature": 0},
-    )
+        **asked, max_tokens=12, extra_body={"ignore_eos": True, "temperature": 0})
     assert message.content[0].text.strip() == text.strip()
     assert message.usage.input_tokens + message.usage.cache_read_input_tokens == prompt
-    counted = seeing.anthropic.messages.count_tokens(
-        model="claude-sonnet-4-5", thinking={"type": "disabled"},
-        messages=[{"role": "user", "content": [
-            {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": data("rgb.png")}},
-            {"type": "text", "text": "What is this?"},
-        ]}],
-    )
-    assert counted.input_tokens == prompt
+    assert seeing.anthropic.messages.count_tokens(**asked).input_tokens == prompt
     response = seeing.openai.responses.create(
         model="model", max_output_tokens=12, temperature=0, reasoning={"effort": "none"},
         input=[{"role": "user", "content": [

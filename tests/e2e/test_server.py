@@ -258,7 +258,7 @@ def test_many_streams_at_once(server):
     for seed in (0, 11, 23):
         one(seed, alone)
     assert all(results[seed] == alone[seed] for seed in alone)
-    assert all(len(ids) == 8 for ids in results.values())
+    assert len(results) == 24 and all(len(ids) == 8 for ids in results.values())
 
 
 def test_keys_limits_and_drain(cachalot, checkpoint):

@@ -5,6 +5,7 @@
 
 #include "kvcache/page_pool.h"
 #include "kvcache/sequence_cache.h"
+#include "tests/support/cache_layout.h"
 
 namespace cachalot::kvcache {
 namespace {
@@ -14,17 +15,7 @@ ops::Memory& host_memory() {
 }
 
 CacheLayout small_layout() {
-  CacheLayout layout;
-  layout.layers = 3;
-  layout.window = 4;
-  layout.window_row_bytes = 66;
-  layout.main_row_bytes = 36;
-  layout.index_row_bytes = 17;
-  layout.ratios = {2, 1};
-  layout.compressed_dim = 8;
-  layout.lookback = 3;
-  layout.page_tokens = 16;
-  return layout;
+  return test::small_layout(3, 16);
 }
 
 // Pools of one layout and caches over them.

@@ -21,6 +21,7 @@
 #include "base/file.h"
 #include "base/format.h"
 #include "kvcache/prefix_content.h"
+#include "tests/support/cache_layout.h"
 #include "tests/support/redis_server.h"
 #include "tests/support/temp_directory.h"
 
@@ -40,17 +41,7 @@ namespace cachalot::kvcache {
 namespace {
 
 CacheLayout layout() {
-  CacheLayout l;
-  l.layers = 2;
-  l.window = 4;
-  l.window_row_bytes = 66;
-  l.main_row_bytes = 36;
-  l.index_row_bytes = 17;
-  l.ratios = {2, 1};
-  l.compressed_dim = 8;
-  l.lookback = 3;
-  l.page_tokens = 4;
-  return l;
+  return test::small_layout(2, 4);
 }
 
 std::vector<int32_t> tokens(int64_t count, int32_t first = 1) {

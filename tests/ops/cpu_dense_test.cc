@@ -59,8 +59,9 @@ Buffer run_dense(OpContext& ctx, const DenseInput& in, int64_t first = 0, int64_
   return y;
 }
 
-// A value on the other side of a BF16 boundary before `function` or the product of SwiGLU moves the
-// output by another ulp each, and by an ulp of what is added to the residual: three ulps in all.
+// FP32: SwiGLU multiplies two sums, each within test::kDotF32. BF16: a value on the other side of a
+// boundary before `function` or the product of SwiGLU moves the output by another ulp each, and by
+// an ulp of what is added to the residual: three ulps in all.
 constexpr test::Tolerance kDenseF32 = {2.4e-5, 2e-6};
 constexpr test::Tolerance kDenseBf16 = {0x1.0p-7, 3 * 0x1.0p-7, 1e-5};
 constexpr const test::Tolerance& dense_tolerance(DType act) {

@@ -7,7 +7,7 @@ from . import compare, model, random_checkpoint
 from .checkpoint import Checkpoint
 from .drafter import DRAFT_ABLATIONS, Draft, draft
 from .model import CONTEXT_ABLATIONS, Forward, forward
-from .test_oracle_self import as_written, random_tokens
+from .test_oracle_self import as_written, noise_of_sums, random_tokens
 
 BLOCK, WINDOW = 3, 8
 
@@ -159,14 +159,7 @@ def test_a_single_expert_keeps_its_score(checkpoint, layer, count):
 def test_a_correct_implementation_passes(checkpoint, precision, monkeypatch):
     tokens = random_tokens(30)
     assert gate(checkpoint, dump_of(run(checkpoint, tokens, precision)), tokens, precision) == []
-    exact, random = Forward.linear, np.random.default_rng(0)
-
-    def noisy(self, name, x, rows=slice(None)):
-        y = exact(self, name, x, rows)
-        return y * (1 + 1e-7 * random.standard_normal(y.shape))
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Forward, "linear", noisy)
+    with noise_of_sums(monkeypatch):
         dump = dump_of(run(checkpoint, tokens, precision))
     assert gate(checkpoint, dump, tokens, precision) == []
 
