@@ -1,4 +1,5 @@
 #include "base/thread_pool.h"
+#include "base/math.h"
 
 #include <algorithm>
 
@@ -101,7 +102,7 @@ void ThreadPool::parallel_for(int64_t n,
   if (n <= 0) {
     return;
   }
-  const int64_t chunks = (n + grain - 1) / grain;
+  const int64_t chunks = ceil_div(n, grain);
   const int64_t parts = std::min<int64_t>(threads(), chunks);
   if (parts <= 1) {
     body(0, n);

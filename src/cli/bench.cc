@@ -8,6 +8,7 @@
 #include "base/clock.h"
 #include "base/format.h"
 #include "base/json.h"
+#include "base/math.h"
 #include "base/rng.h"
 #include "cli/bench_serve.h"
 #include "cli/command.h"
@@ -249,7 +250,7 @@ Status repeat_rows(engine::Runtime& runtime,
     }
   }
   for (size_t s = 0; s < to.sources.size(); ++s) {
-    const int64_t filled = (from.length + layout.page_tokens - 1) / layout.page_tokens;
+    const int64_t filled = ceil_div(from.length, layout.page_tokens);
     if (to.sources[s].open_group != from.sources[s].open_group) {
       CACHALOT_RETURN_IF_ERROR(memory.copy(to.sources[s].open_group,
                                            from.sources[s].open_group,

@@ -6,6 +6,7 @@
 
 #include "base/clock.h"
 #include "base/format.h"
+#include "base/math.h"
 #include "engine/prompt_images.h"
 
 namespace cachalot::engine {
@@ -278,8 +279,7 @@ void Scheduler::take_encoded() {
 // Admission. --------------------------------------------------------------------------------------
 
 int64_t Scheduler::pages_for(int64_t positions) const {
-  const int64_t page = runtime_.layout().page_tokens;
-  return (positions + page - 1) / page;
+  return ceil_div(positions, runtime_.layout().page_tokens);
 }
 
 int64_t Scheduler::pages_missing(const Sequence& sequence) const {

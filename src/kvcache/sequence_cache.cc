@@ -7,6 +7,7 @@
 
 #include "base/check.h"
 #include "base/format.h"
+#include "base/math.h"
 
 namespace cachalot::kvcache {
 namespace {
@@ -106,7 +107,7 @@ Status SequenceCache::load_state(const PageRef& state) {
 }
 
 Status SequenceCache::reserve(int64_t positions) {
-  const int64_t need = (positions + layout_.page_tokens - 1) / layout_.page_tokens;
+  const int64_t need = ceil_div(positions, layout_.page_tokens);
   const size_t before = pages_.size();
   while (static_cast<int64_t>(pages_.size()) < need) {
     Result<PageRef> page = pool_.take();

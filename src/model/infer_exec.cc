@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "base/format.h"
+#include "base/math.h"
 #include "quant/block.h"
 
 namespace cachalot::model {
@@ -11,10 +12,6 @@ namespace {
 
 // Units of a steady step's page tables and entry lists.
 constexpr int64_t kSteadyPages = 32, kSteadyEntries = 4096;
-
-int64_t round_up(int64_t n, int64_t unit) {
-  return (n + unit - 1) / unit * unit;
-}
 
 }  // namespace
 
@@ -519,7 +516,7 @@ void InferExec::index_select(const LayerSpec& layer, Var q, Var w, Published<Var
       .selected = make(DType::kI32, {now_->rows.rows, std::min(c.index_topk, entries)}),
       .entries_bound = entries};
   if (layer.publishes_candidates) {
-    const int64_t blocks = (entries + c.candidate_block_size - 1) / c.candidate_block_size;
+    const int64_t blocks = ceil_div(entries, c.candidate_block_size);
     args.candidates_out =
         make(DType::kI32, {now_->rows.rows, std::min(c.candidate_topk_blocks, blocks)});
   } else if (layer.candidate_source >= 0) {

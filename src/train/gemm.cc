@@ -10,6 +10,7 @@
 
 #include <algorithm>
 
+#include "base/math.h"
 #include "train/gemm.h"
 
 HWY_BEFORE_NAMESPACE();
@@ -180,16 +181,16 @@ void run(ThreadPool* pool, const Gemm<Real>& g, int64_t width, const Body& body)
     }
     return;
   }
-  const int64_t panels = (g.n + width - 1) / width;
+  const int64_t panels = ceil_div(g.n, width);
   if (pool == nullptr || pool->threads() == 1) {
     for (int64_t panel = 0; panel < panels; ++panel) {
       body(panel, int64_t{0}, g.m);
     }
     return;
   }
-  const int64_t chunks_wanted = (kTasksPerThread * pool->threads() + panels - 1) / panels;
-  const int64_t rows = std::max(kLeastRows, (g.m + chunks_wanted - 1) / chunks_wanted);
-  const int64_t chunks = (g.m + rows - 1) / rows;
+  const int64_t chunks_wanted = ceil_div(kTasksPerThread * pool->threads(), panels);
+  const int64_t rows = std::max(kLeastRows, ceil_div(g.m, chunks_wanted));
+  const int64_t chunks = ceil_div(g.m, rows);
   pool->parallel_for_dynamic(panels * chunks, 1, [&](int64_t begin, int64_t end) {
     for (int64_t task = begin; task < end; ++task) {
       const int64_t row = task % chunks * rows;

@@ -1,3 +1,4 @@
+#include "base/math.h"
 #include "train/train_exec.h"
 
 #include <algorithm>
@@ -173,8 +174,8 @@ void TrainExec<Real>::choose(Index& index, Published<Var>& published) {
   const bool publishes = options_.candidates && layer.publishes_candidates;
   const bool restricted = options_.candidates && layer.candidate_source >= 0;
   if (publishes) {
-    published.candidates = tape_.make_ids(
-        batch_->rows(), std::min(c.candidate_topk_blocks, (most + block - 1) / block));
+    published.candidates =
+        tape_.make_ids(batch_->rows(), std::min(c.candidate_topk_blocks, ceil_div(most, block)));
   }
   parallel_for(pool_, batch_->rows(), kRowGrain, [&](int64_t begin, int64_t end) {
     std::vector<const Real*> rows;
@@ -199,7 +200,7 @@ void TrainExec<Real>::choose(Index& index, Published<Var>& published) {
       index_scores(index_row(index, row), rows.data(), n, exact.data());
       scores.assign(exact.begin(), exact.end());
       if (publishes) {
-        std::vector<float> blocks(static_cast<size_t>((n + block - 1) / block), kNone);
+        std::vector<float> blocks(static_cast<size_t>(ceil_div(n, block)), kNone);
         for (int64_t j = 0; j < n; ++j) {
           float& best = blocks[static_cast<size_t>(j / block)];
           best = std::max(best, scores[static_cast<size_t>(j)]);

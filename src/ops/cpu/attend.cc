@@ -172,10 +172,10 @@ class Attention {
     });
 
     // Enough tasks for all threads, but no smaller groups than needed: a group reads every key.
-    const int64_t wanted = (4 * thread_count(ctx_) + rows - 1) / rows;
-    const int64_t share = (heads_ + wanted - 1) / wanted;
+    const int64_t wanted = ceil_div(4 * thread_count(ctx_), rows);
+    const int64_t share = ceil_div(heads_, wanted);
     const int64_t group = std::min(heads_, std::max(kLeastHeads, (share + 3) / 4 * 4));
-    const int64_t groups = (heads_ + group - 1) / group;
+    const int64_t groups = ceil_div(heads_, group);
     parallel_rows(ctx_,
                   scratch,
                   rows * groups,

@@ -99,7 +99,7 @@ class Selector {
     }
     q.scored = q.count > args_.selected.dim(1);
     if (source()) {
-      const int64_t blocks = (visible + args_.candidate_block - 1) / args_.candidate_block;
+      const int64_t blocks = ceil_div(visible, args_.candidate_block);
       q.scored = q.scored || blocks > args_.candidates_out.dim(1);
     }
     rows_.push_back(q);
@@ -123,7 +123,7 @@ class Selector {
         rows_[r].q = scratch.array<float>(padded(dim_) * padded_heads(heads_));
         rows_[r].weights = scratch.array<float>(padded_heads(heads_));
       }
-      tasks_ += (run.count + tile_ - 1) / tile_;
+      tasks_ += ceil_div(run.count, tile_);
       i = run.end;
       runs_.push_back(run);
     }
@@ -229,7 +229,7 @@ class Selector {
 
   void publish_candidates(const QueryRow& row, float* best, uint32_t* work) {
     const int64_t width = args_.candidates_out.dim(1), block = args_.candidate_block;
-    const int64_t blocks = (row.visible + block - 1) / block;
+    const int64_t blocks = ceil_div(row.visible, block);
     int32_t* out = args_.candidates_out.as<int32_t>() + row.row * width;
     int64_t count = std::min(blocks, width);
     if (blocks > width) {

@@ -5,13 +5,10 @@
 #include <cstdint>
 #include <utility>
 
+#include "base/math.h"
 #include "ops/context.h"
 
 namespace cachalot::ops::cpu {
-
-inline int64_t ceil_div(int64_t a, int64_t b) {
-  return (a + b - 1) / b;
-}
 
 inline int64_t thread_count(const OpContext& ctx) {
   return ctx.pool == nullptr ? 1 : ctx.pool->threads();

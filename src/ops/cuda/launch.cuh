@@ -8,6 +8,7 @@
 #include <string>
 #include <utility>
 
+#include "base/math.h"
 #include "base/status.h"
 #include "ops/context.h"
 #include "ops/cuda/device/num.cuh"
@@ -20,9 +21,6 @@ constexpr int64_t kDefaultShared = 48 << 10;
 constexpr int64_t kSharedCapacity = 232448;  // of one SM90 block, after opting in
 constexpr int64_t kMultiprocessors = 132;    // of an H100 or H200: sizes grids, decides no result
 
-inline int64_t ceil_div(int64_t a, int64_t b) {
-  return (a + b - 1) / b;
-}
 inline unsigned extent(int64_t n) {
   return static_cast<unsigned>(n);
 }

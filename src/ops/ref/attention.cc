@@ -4,6 +4,7 @@
 #include <cstring>
 #include <limits>
 
+#include "base/math.h"
 #include "ops/ref/common.h"
 #include "ops/ref/kernels.h"
 
@@ -194,7 +195,7 @@ Status index_select(OpContext&, const IndexSelectArgs& args) {
       scores[static_cast<size_t>(j)] = static_cast<float>(sum * scale);
     }
     if (!args.candidates_out.empty()) {
-      const int64_t block = args.candidate_block, n_blocks = (visible + block - 1) / block;
+      const int64_t block = args.candidate_block, n_blocks = ceil_div(visible, block);
       std::vector<float> block_scores(static_cast<size_t>(n_blocks), kNone);
       for (int64_t j = 0; j < visible; ++j) {
         float& top = block_scores[static_cast<size_t>(j / block)];
