@@ -32,10 +32,6 @@ spdlog::logger& logger() {
 
 }  // namespace
 
-void set_log_level(LogLevel level) {
-  logger().set_level(spdlog_level(level));
-}
-
 void log_write(LogLevel level, std::string_view text) {
   logger().log(spdlog_level(level), text);
 }

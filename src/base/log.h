@@ -9,7 +9,6 @@ namespace cachalot {
 
 enum class LogLevel { kDebug, kInfo, kWarning, kError };
 
-void set_log_level(LogLevel level);
 void log_write(LogLevel level, std::string_view text);
 
 template <class... Args>

@@ -27,4 +27,11 @@ void add_train(CLI::App& app, Action& action);
 void add_export(CLI::App& app, Action& action);
 void add_eval(CLI::App& app, Action& action);
 
+// --threads of every command that computes.
+inline void add_threads(CLI::App& app, int& threads) {
+  app.add_option("--threads", threads, "Threads; 0: one per processor")
+      ->check(CLI::Range(0, 1024))
+      ->capture_default_str();
+}
+
 }  // namespace cachalot::cli

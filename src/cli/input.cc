@@ -1,38 +1,27 @@
 #include "cli/input.h"
 
-#include <nlohmann/json.hpp>
-
 #include "base/file.h"
 #include "base/format.h"
 #include "text/chat.h"
+#include "text/json_fields.h"
 
 namespace cachalot::cli {
 namespace {
 
-using nlohmann::json;
-
 Result<std::vector<int32_t>> parse_line(const std::string& line, const text::Tokenizer& tokenizer) {
-  const json value = json::parse(line, nullptr, false);
-  if (value.is_discarded() || !value.is_object()) {
-    return invalid("not a JSON object");
+  CACHALOT_TRY(const text::Json value, text::parse_json(line, "the line"));
+  if (!value.is_object()) {
+    return text::must_be("the line", "an object", value);
   }
-  if (value.contains("text")) {
-    if (!value["text"].is_string()) {
-      return invalid("'text' is not a string");
-    }
-    return tokenizer.encode(value["text"].get<std::string>());
+  if (const text::Json* text = value.find("text")) {
+    return text->is_string() ? tokenizer.encode(text->text)
+                             : text::must_be("'text'", "a string", *text);
   }
-  if (!value.contains("tokens") || !value["tokens"].is_array()) {
+  const text::Json* tokens = value.find("tokens");
+  if (tokens == nullptr || !tokens->is_array()) {
     return invalid("neither 'text' nor an array 'tokens'");
   }
-  std::vector<int32_t> ids;
-  for (const json& id : value["tokens"]) {
-    if (!id.is_number_integer() || id.get<int64_t>() < 0 || id.get<int64_t>() > INT32_MAX) {
-      return invalid("'tokens' holds {}, not a token id", id.dump());
-    }
-    ids.push_back(id.get<int32_t>());
-  }
-  return ids;
+  return text::token_ids(*tokens, "tokens");
 }
 
 }  // namespace

@@ -43,5 +43,9 @@ int main(int argc, char** argv) {
     std::fputs(fmt::format("cachalot: {}\n", status.message()).c_str(), stderr);
     return 1;
   }
+  if (std::fflush(stdout) != 0 || std::ferror(stdout) != 0) {
+    std::fputs("cachalot: standard output takes no more\n", stderr);
+    return 1;
+  }
   return 0;
 }

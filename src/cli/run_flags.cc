@@ -5,6 +5,7 @@
 
 #include "base/file.h"
 #include "base/format.h"
+#include "cli/command.h"
 
 namespace cachalot::cli {
 
@@ -27,9 +28,7 @@ void RunFlags::add_to(CLI::App& app) {
   app.add_option("--backend", backend, "Kernels: ref, cpu or cuda")
       ->check(CLI::IsMember({"ref", "cpu", "cuda"}))
       ->capture_default_str();
-  app.add_option("--threads", threads, "Threads; 0: one per processor")
-      ->check(CLI::Range(0, 1024))
-      ->capture_default_str();
+  add_threads(app, threads);
   app.add_option("--mode",
                  mode,
                  "exact: every row through every layer; replay: bounded replays, an approximation; "
@@ -127,11 +126,13 @@ Result<engine::SamplingParams> SamplingFlags::resolve() const {
     float value = 0;
     const size_t equals = text.find('=');
     const char* end = text.data() + text.size();
+    const auto is_whole = [](std::from_chars_result read, const char* last) {
+      return read.ec == std::errc() && read.ptr == last;
+    };
     const bool good =
         equals != std::string::npos &&
-        std::from_chars(text.data(), text.data() + equals, id).ptr == text.data() + equals &&
-        std::from_chars(text.data() + equals + 1, end, value).ptr == end &&
-        equals + 1 < text.size();
+        is_whole(std::from_chars(text.data(), text.data() + equals, id), text.data() + equals) &&
+        is_whole(std::from_chars(text.data() + equals + 1, end, value), end);
     if (!good) {
       return invalid("--logit-bias '{}' is not ID=VALUE", text);
     }

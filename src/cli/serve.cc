@@ -136,11 +136,18 @@ void add_serve(CLI::App& app, Action& action) {
   command->add_option("--model-name",
                       flags->names,
                       "Name of the model in requests; default: the directory's (repeatable)");
-  command->add_option(
-      "--api-key", flags->app.api_keys, "Clients must send one of these keys (repeatable)");
-  command->add_option("--admin-key",
-                      flags->app.admin_keys,
-                      "Key of requests that swap the weights; default: the API keys (repeatable)");
+  // What a shell makes of a variable that is not set would let everyone in.
+  const CLI::Validator not_empty(
+      [](const std::string& key) { return key.empty() ? "the key is empty" : ""; }, "");
+  command
+      ->add_option(
+          "--api-key", flags->app.api_keys, "Clients must send one of these keys (repeatable)")
+      ->check(not_empty);
+  command
+      ->add_option("--admin-key",
+                   flags->app.admin_keys,
+                   "Key of requests that swap the weights; default: the API keys (repeatable)")
+      ->check(not_empty);
   command->add_option("--max-body", flags->http.max_body, "Largest request body in bytes")
       ->capture_default_str();
   command

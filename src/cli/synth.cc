@@ -102,7 +102,7 @@ void add_synth(CLI::App& app, Action& action) {
       ->capture_default_str();
   command->add_option(
       "--tokenizer", flags->tokenizer, "A tokenizer.json to copy; default: a byte-level one");
-  command->add_option("--threads", flags->threads, "0: one per processor")->capture_default_str();
+  add_threads(*command, flags->threads);
   command->callback([flags, &action] { action = [flags] { return synth(*flags); }; });
 }
 

@@ -168,6 +168,11 @@ Status evaluate_run(const RunFlags& flags) {
     options.candidates = true;
   }
   parameters->apply(options.quant, &pool);
+  if (flags.sequence > model.config.max_position_embeddings) {
+    return invalid("--sequence is {}; max_position_embeddings is {}",
+                   flags.sequence,
+                   model.config.max_position_embeddings);
+  }
   train::Corpus corpus;
   for (const std::string& path : flags.data) {
     CACHALOT_RETURN_IF_ERROR(corpus.add(path,
@@ -229,8 +234,10 @@ void add_export(CLI::App& app, Action& action) {
       app.add_subcommand("export", "Write a run's model as a checkpoint in the official format");
   command->add_option("run", flags->run, "The run's folder")->required();
   command->add_option("--out", flags->out, "Directory to write")->required();
-  command->add_option("--step", flags->step, "0: the last saved state")->capture_default_str();
-  command->add_option("--threads", flags->threads, "0: one per processor")->capture_default_str();
+  command->add_option("--step", flags->step, "0: the last saved state")
+      ->check(CLI::NonNegativeNumber)
+      ->capture_default_str();
+  add_threads(*command, flags->threads);
   command->callback([flags, &action] { action = [flags] { return export_model(*flags); }; });
 }
 
@@ -241,7 +248,9 @@ void add_eval(CLI::App& app, Action& action) {
   command->add_option("--data", flags->data, "Files or folders, as in the run's TOML file")
       ->required()
       ->take_all();
-  command->add_option("--step", flags->step, "0: the last saved state")->capture_default_str();
+  command->add_option("--step", flags->step, "0: the last saved state")
+      ->check(CLI::NonNegativeNumber)
+      ->capture_default_str();
   command->add_option("--sequence", flags->sequence, "Longest sample in tokens")
       ->check(CLI::Range(int64_t{2}, int64_t{1} << 20))
       ->capture_default_str();
@@ -249,7 +258,7 @@ void add_eval(CLI::App& app, Action& action) {
   command->add_flag("--drafter", flags->drafter, "Its drafter's acceptance instead");
   command->add_flag("--exported", flags->exported, "With the rounding of an exported checkpoint");
   command->add_flag("--zero-tables", flags->zero_tables, "With Engram tables of zeros");
-  command->add_option("--threads", flags->threads, "0: one per processor")->capture_default_str();
+  add_threads(*command, flags->threads);
   command->add_flag("--json", flags->json, "One JSON document");
   command->callback([flags, &action] { action = [flags] { return evaluate_run(*flags); }; });
 }

@@ -42,7 +42,7 @@ void add_verify(CLI::App& app, Action& action) {
   CLI::App* command = app.add_subcommand(
       "verify", "Read every tensor: names, shapes, dtypes, bounds, NaN and infinite values");
   command->add_option("directory", flags->directory, "Checkpoint directory")->required();
-  command->add_option("--threads", flags->threads, "0: one per processor")->capture_default_str();
+  add_threads(*command, flags->threads);
   command->callback([flags, &action] { action = [flags] { return verify(*flags); }; });
 }
 

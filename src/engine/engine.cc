@@ -127,7 +127,6 @@ class ThreadedEngine : public Engine {
     return stats;
   }
   const EngineOptions& options() const override { return options_; }
-  Runtime& runtime() override { return runtime_; }
 
   bool drain(std::chrono::milliseconds timeout) override {
     std::unique_lock lock(mutex_);

@@ -36,8 +36,6 @@ class TokenConstraint {
   virtual bool fill(std::vector<uint32_t>& bits) = 0;
   // The token was emitted. False: the constraint is violated, an error of the caller.
   virtual bool accept(int32_t token) = 0;
-  // Undoes the last `tokens` accepts.
-  virtual void rollback(int64_t tokens) = 0;
   // The output is complete: only EOS may follow.
   virtual bool finished() const = 0;
 };
@@ -188,7 +186,6 @@ class Engine {
 
   virtual EngineStats stats() const = 0;
   virtual const EngineOptions& options() const = 0;
-  virtual Runtime& runtime() = 0;
 
   // Refuses new requests and waits until the others have ended, at most `timeout`; then cancels the
   // rest. True if nothing had to be cancelled.

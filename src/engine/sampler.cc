@@ -182,6 +182,9 @@ Decided<int32_t> Distribution::pick(double u) const {
 }
 
 void Sampler::see_prompt(std::span<const int32_t> tokens) {
+  if (params_.repetition_penalty == 1) {
+    return;  // nothing else asks, and prompts are long
+  }
   for (int32_t token : tokens) {
     ++prompt_count_[token];
   }

@@ -11,7 +11,6 @@
 namespace cachalot::io {
 namespace {
 
-constexpr const char* kIndexName = "model.safetensors.index.json";
 constexpr const char* kSingleName = "model.safetensors";
 constexpr size_t kIndexLimit = 200'000'000;
 constexpr size_t kListed = 5;

@@ -43,6 +43,8 @@ struct IndexEntry {
 // "model-00003-of-00048.safetensors" for the 0-based `shard`.
 std::string shard_file_name(int64_t shard, int64_t count);
 
+inline constexpr const char* kIndexName = "model.safetensors.index.json";
+
 // Writes model.safetensors.index.json into `directory`. `total_size` is in bytes.
 Status write_shard_index(const std::string& directory,
                          std::vector<IndexEntry> entries,

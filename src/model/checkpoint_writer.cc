@@ -1,9 +1,11 @@
 #include "model/checkpoint_writer.h"
 
 #include <algorithm>
+#include <filesystem>
 #include <vector>
 
 #include "base/file.h"
+#include "base/format.h"
 #include "base/json.h"
 #include "base/progress.h"
 #include "io/safetensors.h"
@@ -197,6 +199,16 @@ Status write_checkpoint(const ModelConfig& config,
     for (StoredTensor& stored : stored_tensors(spec)) {
       total_bytes += stored.shape.elements() * dtype_bytes(stored.dtype);
       index.push_back({std::move(stored.name), io::shard_file_name(spec.shard, shards)});
+    }
+  }
+  // Without these a directory does not open: a run that is stopped leaves no mixture with what was
+  // there.
+  for (const char* name : {io::kIndexName, "config.json"}) {
+    std::error_code failed;
+    const std::string path = fmt::format("{}/{}", directory, name);
+    std::filesystem::remove(path, failed);
+    if (failed) {
+      return error(Code::kUnavailable, "'{}' cannot be removed: {}", path, failed.message());
     }
   }
   Writer writer(directory, source, pool, total_bytes);

@@ -313,6 +313,12 @@ Status derive_engram_rows(ModelConfig& config) {
   CACHALOT_RETURN_IF_ERROR(check_ranges({{"vocab_size", config.vocab_size, 1, int64_t{1} << 24}}));
   CACHALOT_RETURN_IF_ERROR(check_engram(config));
   for (const EngramConstants& constants : engram_constants(config)) {
+    // The primes lie above engram_vocab_size.
+    if (constants.rows > INT32_MAX) {
+      return invalid("engram_vocab_size is {}; {} rows of a layer exceed 32 bits",
+                     config.engram_vocab_size,
+                     constants.rows);
+    }
     config.engram_num_embeddings.push_back(constants.rows);
   }
   return {};

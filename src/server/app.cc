@@ -233,7 +233,8 @@ Status App::check_access(const HttpRequest& request, Access access) const {
   for (const std::string& expected : keys) {
     known = same_secret(key, expected) || known;
   }
-  return known ? Status() : error(Code::kInvalidArgument, "the API key is missing or unknown");
+  return known && !key.empty() ? Status()
+                               : error(Code::kInvalidArgument, "the API key is missing or unknown");
 }
 
 Status App::check_ready() const {
@@ -336,6 +337,8 @@ void App::count_tokens(const Call& call) {
   if (status.ok()) {
     const auto tokens = [&]() -> Result<int64_t> {
       CACHALOT_TRY(body, text::parse_json(call.request.body, "request body"));
+      CACHALOT_TRY(const std::string name, text::string_field(body, "", "model"));
+      CACHALOT_RETURN_IF_ERROR(check_model(*model_, name));
       CACHALOT_TRY(text::ChatRequest chat, read_messages(body));
       // The block that a forced call opens is not the client's.
       chat.tool_choice = chat.tool_choice == text::ToolChoice::kNone ? text::ToolChoice::kNone

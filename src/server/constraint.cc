@@ -28,16 +28,7 @@ class GrammarConstraint final : public engine::TokenConstraint {
     if (!matcher_.accept(token)) {
       return false;
     }
-    ++matched_;
     return true;
-  }
-
-  void rollback(int64_t tokens) override {
-    const int64_t matched = std::min(tokens, matched_);
-    matcher_.rollback(matched);
-    matched_ -= matched;
-    // The token that ended the free part is the last of it.
-    free_ = free_ || tokens > matched;
   }
 
   bool finished() const override { return !free_ && matcher_.finished(); }
@@ -47,7 +38,6 @@ class GrammarConstraint final : public engine::TokenConstraint {
   mutable text::GrammarMatcher matcher_;
   std::optional<int32_t> after_;
   bool free_;
-  int64_t matched_ = 0;
 };
 
 }  // namespace

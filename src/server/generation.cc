@@ -261,8 +261,8 @@ void BlockEncoder::delta(const Delta& delta, std::string& out) {
     piece(event, out);
   }
   if (delta.finish) {
-    close(out);
     finish_ = *delta.finish;
+    close(out);
   }
 }
 

@@ -372,6 +372,7 @@ struct Item {
   std::string text;  // the text, or the arguments
   std::string call_id;
   std::string name;
+  bool cut = false;  // the answer ended within it
 };
 
 class ResponsesEncoder final : public BlockEncoder {
@@ -398,6 +399,9 @@ class ResponsesEncoder final : public BlockEncoder {
 
   void error(const ApiError& error, std::string& out) override {
     error_ = error;
+    if (open_) {
+      items_.back().cut = true;
+    }
     JsonWriter w = open_event("response.failed");
     w.key("response");
     response(w, "failed", nullptr);
@@ -420,6 +424,9 @@ class ResponsesEncoder final : public BlockEncoder {
       item.text =
           item.kind == Item::Kind::kCustomCall ? custom_input(call.arguments) : call.arguments;
     }
+    if (finish_.reason == Finish::Reason::kLength && !items_.empty()) {
+      items_.back().cut = true;
+    }
     JsonWriter w;
     response(w, finish_.reason == Finish::Reason::kLength ? "incomplete" : "completed", &usage);
     return w.text();
@@ -437,17 +444,33 @@ class ResponsesEncoder final : public BlockEncoder {
     return item;
   }
 
-  Item::Kind call_kind(const std::string& name) const {
-    const Json* tools = job_->request.echoed.find("tools");
+  // Whether the tool of this qualified name is a custom one of the list, or of a namespace in it.
+  static bool is_custom(const Json* tools, const std::string& space, const std::string& name) {
     for (size_t i = 0; tools != nullptr && i < tools->items.size(); ++i) {
       const Json& tool = tools->items[i];
       const Json* type = tool.find("type");
       const Json* own = tool.find("name");
-      if (type != nullptr && own != nullptr && type->text == "custom" && own->text == name) {
-        return Item::Kind::kCustomCall;
+      if (type == nullptr || own == nullptr) {
+        continue;
+      }
+      if (type->text == "namespace" && space.empty()) {
+        if (is_custom(tool.find("tools"), own->text, name)) {
+          return true;
+        }
+      } else if (type->text == "custom") {
+        const Result<std::string> qualified =
+            space.empty() ? own->text : text::qualified_tool_name(space, own->text);
+        if (qualified.ok() && *qualified == name) {
+          return true;
+        }
       }
     }
-    return Item::Kind::kFunctionCall;
+    return false;
+  }
+
+  Item::Kind call_kind(const std::string& name) const {
+    return is_custom(job_->request.echoed.find("tools"), "", name) ? Item::Kind::kCustomCall
+                                                                   : Item::Kind::kFunctionCall;
   }
 
   // The text of {"input": text}; other arguments as they are.
@@ -499,7 +522,8 @@ class ResponsesEncoder final : public BlockEncoder {
       }
       w.end_array();
     }
-    w.field("status", complete ? "completed" : "in_progress").end_object();
+    w.field("status", !complete ? "in_progress" : item.cut ? "incomplete" : "completed");
+    w.end_object();
   }
 
   // ---- the response object ----
@@ -648,13 +672,14 @@ class ResponsesEncoder final : public BlockEncoder {
     }
     open_ = false;
     Item& item = items_.back();
+    item.cut = finish_.reason == Finish::Reason::kLength;
     const auto done = [&](const char* type, std::string_view key, bool part) {
       JsonWriter w = item_event(type, part);
       w.field(key, item.text);
       if (item.kind == Item::Kind::kMessage) {
         w.key("logprobs").begin_array().end_array();
       } else if (item.kind == Item::Kind::kFunctionCall) {
-        w.field("name", item.name);
+        w.field("name", text::split_tool_name(item.name).name);
       }
       emit(type, w, out);
     };
@@ -666,9 +691,15 @@ class ResponsesEncoder final : public BlockEncoder {
         done("response.output_text.done", "text", true);
         break;
       case Item::Kind::kFunctionCall:
-        done("response.function_call_arguments.done", "arguments", false);
+        // Clients run a call whose arguments are done.
+        if (!item.cut) {
+          done("response.function_call_arguments.done", "arguments", false);
+        }
         break;
       case Item::Kind::kCustomCall: {
+        if (item.cut) {
+          break;
+        }
         item.text = custom_input(item.text);
         JsonWriter w = item_event("response.custom_tool_call_input.delta", false);
         w.field("delta", item.text);

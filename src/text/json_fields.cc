@@ -21,6 +21,23 @@ const Json* present(const Json& object, std::string_view key) {
   return value != nullptr && !value->is_null() ? value : nullptr;
 }
 
+Result<std::vector<int32_t>> token_ids(const Json& array, std::string_view path) {
+  std::vector<int32_t> ids;
+  ids.reserve(array.items.size());
+  for (size_t i = 0; i < array.items.size(); ++i) {
+    const std::optional<int64_t> id = array.items[i].integer();
+    if (!id || *id < 0 || *id > INT32_MAX) {
+      const bool number = array.items[i].is(Json::Kind::kNumber);
+      return invalid("{}[{}] is {}, not a token id",
+                     path,
+                     i,
+                     number ? array.items[i].text : kind_name(array.items[i].kind));
+    }
+    ids.push_back(static_cast<int32_t>(*id));
+  }
+  return ids;
+}
+
 Result<std::string> string_field(const Json& object, std::string_view path, std::string_view key) {
   const Json* value = present(object, key);
   if (value == nullptr) {

@@ -8,6 +8,7 @@
 #include <optional>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "base/status.h"
 #include "text/json_tree.h"
@@ -21,6 +22,9 @@ std::string child(std::string_view path, std::string_view key);
 
 // The value of a key, or null if it is absent.
 const Json* present(const Json& object, std::string_view key);
+
+// The elements of an array of token ids; whether the vocabulary has them is not asked.
+Result<std::vector<int32_t>> token_ids(const Json& array, std::string_view path);
 
 // An absent string is empty.
 Result<std::string> string_field(const Json& object, std::string_view path, std::string_view key);

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <filesystem>
 #include <map>
-#include <nlohmann/json.hpp>
 #include <optional>
 
 #include "base/file.h"
@@ -11,6 +10,7 @@
 #include "base/rng.h"
 #include "io/safetensors.h"
 #include "text/chat.h"
+#include "text/json_fields.h"
 
 namespace cachalot::train {
 namespace {
@@ -29,12 +29,16 @@ std::vector<std::string_view> lines_of(std::string_view text) {
   return lines;
 }
 
+bool is_blank(std::string_view line) {
+  return line.find_first_not_of(" \t\r") == std::string_view::npos;
+}
+
 // The chat up to and with its last message; only what the assistant wrote there is learned.
-Status render(const nlohmann::json& body,
+Status render(text::Json& body,
               const text::Tokenizer& tokenizer,
               std::vector<int32_t>* tokens,
               std::vector<uint8_t>* learn) {
-  CACHALOT_TRY(const text::ChatRequest whole, text::parse_chat_request(body.dump()));
+  CACHALOT_TRY(const text::ChatRequest whole, text::parse_chat_request(body));
   if (whole.messages.empty() || whole.messages.back().role != text::Role::kAssistant) {
     return invalid("messages must end with an assistant message");
   }
@@ -52,16 +56,15 @@ Status render(const nlohmann::json& body,
   return {};
 }
 
-Result<std::vector<uint8_t>> read_marks(const nlohmann::json& list, size_t count) {
+Result<std::vector<uint8_t>> read_marks(const text::Json& list, size_t count) {
   std::vector<uint8_t> marks;
-  if (list.is_array()) {
-    for (const nlohmann::json& mark : list) {
-      if (mark == 0 || mark == 1) {
-        marks.push_back(mark.get<uint8_t>());
-      }
+  for (const text::Json& mark : list.items) {
+    const std::optional<int64_t> value = mark.integer();
+    if (value == 0 || value == 1) {
+      marks.push_back(static_cast<uint8_t>(*value));
     }
   }
-  if (marks.size() != count || list.size() != count) {
+  if (!list.is_array() || marks.size() != count || list.items.size() != count) {
     return invalid("'learn' must hold {} times 0 or 1, one per token", count);
   }
   return marks;
@@ -96,27 +99,25 @@ Status Corpus::add_lines(const std::string& path,
       static_cast<int64_t>(lines.size()), 16, [&](int64_t begin, int64_t end) {
         for (auto i = static_cast<size_t>(begin); i < static_cast<size_t>(end); ++i) {
           documents[i] = [&]() -> Result<Document> {
-            const nlohmann::json line = nlohmann::json::parse(lines[i], nullptr, false);
-            if (!line.is_object()) {
-              return invalid("not a JSON object");
-            }
             Document document;
-            if (line.contains("messages")) {
+            if (is_blank(lines[i])) {
+              return document;
+            }
+            CACHALOT_TRY(text::Json line, text::parse_json(lines[i], "the line"));
+            if (!line.is_object()) {
+              return text::must_be("the line", "an object", line);
+            }
+            const text::Json *text = line.find("text"), *ids = line.find("tokens");
+            if (line.find("messages") != nullptr) {
               CACHALOT_RETURN_IF_ERROR(render(line, tokenizer, &document.tokens, &document.learn));
-            } else if (line.contains("text") && line["text"].is_string()) {
-              CACHALOT_TRY(document.tokens,
-                           tokenizer.encode(line["text"].get_ref<const std::string&>()));
+            } else if (text != nullptr && text->is_string()) {
+              CACHALOT_TRY(document.tokens, tokenizer.encode(text->text));
               document.tokens.insert(document.tokens.begin(), control.bos);
               document.tokens.push_back(control.eos);
-            } else if (line.contains("tokens") && line["tokens"].is_array()) {
-              for (const nlohmann::json& id : line["tokens"]) {
-                if (!id.is_number_integer()) {
-                  return invalid("'tokens' must hold integers");
-                }
-                document.tokens.push_back(id.get<int32_t>());
-              }
-              if (line.contains("learn")) {
-                CACHALOT_TRY(document.learn, read_marks(line["learn"], document.tokens.size()));
+            } else if (ids != nullptr && ids->is_array()) {
+              CACHALOT_TRY(document.tokens, text::token_ids(*ids, "tokens"));
+              if (const text::Json* marks = line.find("learn")) {
+                CACHALOT_TRY(document.learn, read_marks(*marks, document.tokens.size()));
               }
             } else {
               return invalid("needs 'text', 'tokens' or 'messages'");
@@ -126,7 +127,7 @@ Status Corpus::add_lines(const std::string& path,
         }
       });
   for (size_t i = 0; i < documents.size(); ++i) {
-    if (lines[i].empty()) {
+    if (is_blank(lines[i])) {
       continue;
     }
     const std::string source = fmt::format("{}:{}", path, i + 1);

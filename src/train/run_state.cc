@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <charconv>
+#include <cmath>
 #include <cstring>
 #include <filesystem>
 #include <nlohmann/json.hpp>
@@ -100,6 +101,12 @@ Result<RunModel> open_run_model(const std::string& folder, const std::vector<std
   return make_run_model(std::move(config), std::move(json), tokenizer);
 }
 
+std::optional<int64_t> step_of(const nlohmann::json& record) {
+  const auto found = record.is_object() ? record.find("step") : record.end();
+  return found != record.end() && found->is_number_integer() ? std::optional(found->get<int64_t>())
+                                                             : std::nullopt;
+}
+
 std::string state_path(const std::string& folder, int64_t step) {
   return fmt::format("{}/{}{:08}{}", folder, kPrefix, step, kSuffix);
 }
@@ -164,6 +171,17 @@ Result<RunPosition> load_state(const std::string& path,
   CACHALOT_RETURN_IF_ERROR(read_number(file, "epoch", &position.epoch));
   CACHALOT_RETURN_IF_ERROR(read_number(file, "batch", &position.batch));
   CACHALOT_RETURN_IF_ERROR(read_number(file, "mean_loss", &position.mean_loss));
+  for (const auto& [name, value] : {std::pair{"step", position.step},
+                                    {"tokens", position.tokens},
+                                    {"epoch", position.epoch},
+                                    {"batch", position.batch}}) {
+    if (value < 0) {
+      return error(Code::kDataLoss, "{}: '{}' is {}", path, name, value);
+    }
+  }
+  if (!std::isfinite(position.mean_loss)) {
+    return error(Code::kDataLoss, "{}: 'mean_loss' is {}", path, position.mean_loss);
+  }
   // States written before there was a choice lack it.
   if (file.metadata().contains(kMixing)) {
     CACHALOT_TRY(const std::string name, field(file, kMixing));
@@ -232,6 +250,20 @@ Status export_run(const std::string& folder,
                    path,
                    kMixingNames[static_cast<size_t>(position.mixing)]);
   }
+  // Official codes have no place for these, so they would become numbers.
+  for (const Parameter<float>& parameter : parameters->all()) {
+    const auto bad = std::find_if(parameter.value.begin(), parameter.value.end(), [](float value) {
+      return !std::isfinite(value);
+    });
+    if (bad != parameter.value.end()) {
+      return error(Code::kDataLoss,
+                   "{}: 'value/{}' has {} at {}",
+                   path,
+                   parameter.spec.name,
+                   *bad,
+                   bad - parameter.value.begin());
+    }
+  }
   const model::WeightSource source = [&](const model::WeightSpec& spec) -> model::WeightValues {
     const float* values = parameters->named(spec.name).value.data();
     return [values](int64_t begin, std::span<float> to) {
@@ -240,17 +272,23 @@ Status export_run(const std::string& folder,
   };
   CACHALOT_RETURN_IF_ERROR(
       model::write_checkpoint(run.config, out, run.tokenizer_json, source, pool));
-  // The calibration belongs to the state that it was fitted with.
+  // The calibration belongs to the state that it was fitted with; an older export may have left
+  // another one.
+  const std::string target = out + "/" + model::kDraftCalibrationFile;
+  std::error_code failed;
+  std::filesystem::remove(target, failed);
+  if (failed) {
+    return error(Code::kUnavailable, "'{}' cannot be removed: {}", target, failed.message());
+  }
   const std::string calibration = folder + "/" + model::kDraftCalibrationFile;
   if (!file_exists(calibration)) {
     return {};
   }
   CACHALOT_TRY(const std::string text, read_file(calibration));
-  const nlohmann::json record = nlohmann::json::parse(text, nullptr, false);
-  if (!record.is_object() || record.value("step", int64_t{-1}) != step) {
+  if (step_of(nlohmann::json::parse(text, nullptr, false)) != step) {
     return {};
   }
-  return write_file(out + "/" + model::kDraftCalibrationFile, text);
+  return write_file(target, text);
 }
 
 }  // namespace cachalot::train

@@ -9,6 +9,8 @@
 
 #include <cstdint>
 #include <memory>
+#include <nlohmann/json_fwd.hpp>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -45,6 +47,9 @@ struct RunPosition {
   double mean_loss = 0;
   Mixing mixing = Mixing::kManifold;  // what the weights were trained for
 };
+
+// The step that a record of log.jsonl or of draft_calibration.json names.
+std::optional<int64_t> step_of(const nlohmann::json& record);
 
 std::string state_path(const std::string& folder, int64_t step);
 // The steps of the saved states, ascending.

@@ -117,7 +117,7 @@ Status cut_log(const std::string& path, int64_t step) {
     const std::string line = text.substr(begin, end - begin);
     const nlohmann::json record = nlohmann::json::parse(line, nullptr, false);
     // A line without its end was being written when the run died.
-    if (record.is_object() && end < text.size() && record.value("step", int64_t{0}) <= step) {
+    if (record.is_object() && end < text.size() && step_of(record).value_or(0) <= step) {
       kept += line + "\n";
     }
     begin = end + 1;

@@ -472,7 +472,6 @@ class EvenIds : public TokenConstraint {
     --length_;
     return token % 2 == 0;
   }
-  void rollback(int64_t tokens) override { length_ += tokens; }
   bool finished() const override { return length_ <= 0; }
 
  private:

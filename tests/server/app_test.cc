@@ -256,6 +256,16 @@ TEST_F(KeyTest, KeysOpenTheDoor) {
   }
 }
 
+class EmptyKeyTest : public ServerTest {
+ protected:
+  EmptyKeyTest() : ServerTest(AppOptions{{""}}) {}
+};
+
+TEST_F(EmptyKeyTest, NoKeyIsNotTheEmptyKey) {
+  EXPECT_EQ(send("GET", "/v1/models")->wait().status, 401);
+  EXPECT_EQ(send("GET", "/v1/models", "", {{"x-api-key", ""}})->wait().status, 401);
+}
+
 // Whoever swaps weights names directories of the machine: never open to everyone.
 TEST_F(KeyTest, SwappingWeightsNeedsAKey) {
   const auto swap = [&](const char* body, const char* key) {

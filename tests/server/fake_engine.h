@@ -178,10 +178,6 @@ class FakeEngine final : public engine::Engine {
     return out;
   }
   const engine::EngineOptions& options() const override { return options_; }
-  engine::Runtime& runtime() override {
-    CACHALOT_CHECK(false);
-    std::abort();
-  }
   bool drain(std::chrono::milliseconds timeout) override {
     std::unique_lock lock(mutex_);
     draining_ = true;

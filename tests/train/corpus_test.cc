@@ -91,6 +91,14 @@ TEST_F(CorpusTest, ErrorsNameTheLine) {
   EXPECT_NE(broken.message().find("bad.jsonl:2"), std::string::npos) << broken.message();
   const Status outside = add(write("big.jsonl", "{\"tokens\": [512]}\n"));
   EXPECT_NE(outside.message().find("512"), std::string::npos) << outside.message();
+  for (const char* id : {"4294967301", "18446744073709551615", "-1", "1.5", "\"7\""}) {
+    const Status wide = add(write("wide.jsonl", fmt::format("{{\"tokens\": [1, {}]}}\n", id)));
+    EXPECT_NE(wide.message().find("wide.jsonl:1: tokens[1]"), std::string::npos) << wide.message();
+  }
+  const Status deep =
+      add(write("deep.jsonl", "{\"messages\": " + std::string(2'000'000, '[') + "\n"));
+  EXPECT_NE(deep.message().find("deep.jsonl:1"), std::string::npos) << deep.message();
+  EXPECT_TRUE(add(write("blank.jsonl", "{\"text\": \"a\"}\n \t\n")).ok());
   EXPECT_FALSE(add(directory_.file("absent.txt")).ok());
   const Status image =
       add(write("image.jsonl",
