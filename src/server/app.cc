@@ -484,7 +484,12 @@ void App::models(const Call& call) {
   const auto entry = [&](std::string_view id) {
     w.begin_object().field("id", id).field("object", "model").field("created", 0);
     w.field("owned_by", "cachalot").field("max_model_len", model_->context);
-    w.field("context_length", model_->context).end_object();
+    w.field("context_length", model_->context);
+    w.key("input_modalities").begin_array().value("text");
+    if (model_->images) {
+      w.value("image");
+    }
+    w.end_array().end_object();
   };
   if (!name.empty()) {
     entry(name);

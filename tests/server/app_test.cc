@@ -21,6 +21,7 @@ TEST_F(AppTest, Endpoints) {
   const json models = json::parse(send("GET", "/v1/models")->wait().body);
   EXPECT_EQ(models["data"][0]["id"], "test-model");
   EXPECT_EQ(models["data"][0]["context_length"], 4096);
+  EXPECT_EQ(models["data"][0]["input_modalities"], json::array({"text"}));
   EXPECT_EQ(json::parse(send("GET", "/v1/models/other-name")->wait().body)["id"], "other-name");
   EXPECT_EQ(send("GET", "/v1/models/gpt-9")->wait().status, 404);
   for (const char* path : {"/v1/chat/completions", "/chat/completions", "/beta/chat/completions"}) {

@@ -218,6 +218,11 @@ TEST_F(ImagesTest, ThePixelsOfAPromptAreBounded) {
   EXPECT_NE(error["message"].get<std::string>().find("at most 500 million"), std::string::npos);
 }
 
+TEST_F(ImagesTest, TheListOfModelsSaysThatImagesAreTaken) {
+  const json models = json::parse(send("GET", "/v1/models")->wait().body);
+  EXPECT_EQ(models["data"][0]["input_modalities"], json::array({"text", "image"}));
+}
+
 TEST_F(ImagesTest, AModelWithoutVisionRefuses) {
   model_.images = std::nullopt;
   const json body = chat_body({text_part("a"), chat_image(url_of("rgb.png"))});
