@@ -126,6 +126,13 @@ def server(cachalot, checkpoint):
     running.stop()
 
 
+@pytest.fixture(scope="module")
+def seeing(cachalot, checkpoint):
+    running = Server(cachalot, checkpoint("t1-vision"))
+    yield running
+    running.stop()
+
+
 class Redis:
     """A redis-server on a free port, with nothing on disk."""
 

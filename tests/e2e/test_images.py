@@ -43,13 +43,6 @@ def ask(server, *names, text="What is this?", client=None):
     return answer.choices[0].token_ids, usage.prompt_tokens, usage.prompt_tokens_details.cached_tokens
 
 
-@pytest.fixture(scope="module")
-def seeing(cachalot, checkpoint):
-    running = Server(cachalot, checkpoint("t1-vision"))
-    yield running
-    running.stop()
-
-
 def test_the_server_answers_as_the_command_line(seeing, cachalot, checkpoint, tmp_path):
     (tmp_path / "body.json").write_text(json.dumps(body("rgb.png", "420.jpg")))
     directory = checkpoint("t1-vision")
