@@ -1,5 +1,6 @@
 #include "image/decode.h"
 
+#include <algorithm>
 #include <string_view>
 
 #include "base/format.h"

@@ -1,6 +1,7 @@
 // GIF by giflib.
 #include <gif_lib.h>
 
+#include <algorithm>
 #include <cstring>
 #include <memory>
 

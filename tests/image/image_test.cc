@@ -28,7 +28,9 @@ std::vector<uint8_t> golden_file(const std::string& name) {
 }
 
 json expected(const char* key) {
-  return json::parse(*read_file(kGolden + "expected.json"))[key];
+  json list = json::parse(*read_file(kGolden + "expected.json")).at(key);
+  EXPECT_FALSE(list.empty()) << key;
+  return list;
 }
 
 std::string sha256(const std::vector<uint8_t>& bytes) {

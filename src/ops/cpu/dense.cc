@@ -1,4 +1,5 @@
 // The ops of the image encoder, whose rows are the thousands of patches of one image.
+#include <algorithm>
 #include <array>
 #include <cmath>
 #include <limits>
