@@ -98,6 +98,7 @@ def files():
         "444.jpg": encoded(photo, "JPEG", quality=80, subsampling=0),
         "progressive.jpg": encoded(photo, "JPEG", progressive=True),
         "gray.jpg": encoded(photo.convert("L"), "JPEG"),
+        "extraneous.jpg": encoded(photo, "JPEG").replace(b"\xff\xdb", b"\x12\x34\xff\xdb", 1),
         "cmyk.jpg": encoded(photo.convert("CMYK"), "JPEG"),
         "lossless.webp": encoded(image_of(size), "WEBP", lossless=True),
         "lossless_alpha.webp": encoded(rgba, "WEBP", lossless=True, exact=True),

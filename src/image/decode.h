@@ -13,6 +13,8 @@
 
 namespace cachalot::image {
 
+// These bound the memory and the time that a file takes: no format goes over an image more than a
+// fixed number of times (jpeg.cc has the one for scans).
 inline constexpr int64_t kMaxFileBytes = 20'000'000;
 inline constexpr int64_t kMaxPixels = 50'000'000;
 

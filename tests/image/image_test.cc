@@ -1,6 +1,7 @@
 #include <gtest/gtest.h>
 #include <openssl/evp.h>
 
+#include <algorithm>
 #include <cstring>
 #include <nlohmann/json.hpp>
 #include <string>
@@ -86,6 +87,99 @@ TEST(Decode, DamagedFilesAreRefused) {
     }
   }
   EXPECT_EQ(decode({}).error().message(), "not a JPEG, PNG, WebP or GIF image");
+}
+
+std::string error_of(const std::vector<uint8_t>& file) {
+  const Result<Pixels> pixels = decode(file);
+  return pixels.ok() ? "none" : pixels.error().message();
+}
+
+// The places of a marker in a JPEG file.
+std::vector<std::ptrdiff_t> find_marker(const std::vector<uint8_t>& file, uint8_t marker) {
+  std::vector<std::ptrdiff_t> places;
+  for (size_t i = 0; i + 1 < file.size(); ++i) {
+    if (file[i] == 0xFF && file[i + 1] == marker) {
+      places.push_back(static_cast<std::ptrdiff_t>(i));
+    }
+  }
+  return places;
+}
+
+constexpr uint8_t kEndOfImage = 0xD9, kTables = 0xDB, kHuffmanTable = 0xC4, kScan = 0xDA;
+
+void append(std::vector<uint8_t>& file, std::initializer_list<int> bytes) {
+  for (const int byte : bytes) {
+    file.push_back(static_cast<uint8_t>(byte));
+  }
+}
+
+// Behind the header of its only scan.
+std::ptrdiff_t begin_of_data(const std::vector<uint8_t>& file) {
+  const std::ptrdiff_t scan = find_marker(file, kScan).at(0);
+  return scan + 2 + file[static_cast<size_t>(scan) + 3];
+}
+
+TEST(Jpeg, DataThatIsMissingBeforeTheEndMarkerIsRefused) {
+  const std::string missing = "JPEG: Corrupt JPEG data: premature end of data segment";
+  const std::vector<uint8_t> whole = golden_file("420.jpg");
+  for (const std::ptrdiff_t kept : {0, 100, 300}) {
+    std::vector<uint8_t> file = whole;
+    file.resize(static_cast<size_t>(begin_of_data(file) + kept));
+    append(file, {0xFF, kEndOfImage});
+    EXPECT_EQ(error_of(file), missing) << kept;
+    // Also behind a warning that is none of damage, of which libjpeg tells the first alone.
+    const auto stray = file.begin() + find_marker(file, kTables).at(0);
+    file.insert(stray, {0x12, 0x34});
+    EXPECT_EQ(error_of(file), missing) << kept;
+  }
+}
+
+TEST(Jpeg, AnErrorBehindAWarningIsNoWarning) {
+  std::vector<uint8_t> whole = golden_file("progressive.jpg");
+  // The tables of the second scan stand behind the data of the first.
+  const std::ptrdiff_t first = find_marker(whole, kScan).at(0);
+  const std::vector<std::ptrdiff_t> tables = find_marker(whole, kHuffmanTable);
+  const auto second = std::ranges::upper_bound(tables, first);
+  ASSERT_NE(second, tables.end());
+  whole.insert(whole.begin() + *second, {0x12, 0x34});
+  EXPECT_EQ(error_of(whole), "none");
+  for (const size_t percent : {40u, 50u, 60u, 70u, 80u, 90u}) {
+    std::vector<uint8_t> file = whole;
+    file.resize(whole.size() * percent / 100);
+    EXPECT_EQ(error_of(file), "JPEG: Premature end of JPEG file") << percent;
+  }
+}
+
+TEST(Jpeg, AScanThatComesAgainIsRefused) {
+  std::vector<uint8_t> file = golden_file("progressive.jpg");
+  const std::vector<uint8_t> last(file.begin() + find_marker(file, kScan).back(), file.end() - 2);
+  file.insert(file.end() - 2, last.begin(), last.end());
+  EXPECT_TRUE(error_of(file).starts_with("JPEG: Inconsistent progression sequence"))
+      << error_of(file);
+}
+
+TEST(Jpeg, ManyScansAreRefused) {
+  // The first scan of a file, then one for each coefficient of the luma that says: no block has
+  // any.
+  std::vector<uint8_t> start = golden_file("progressive.jpg");
+  const std::ptrdiff_t first = find_marker(start, kScan).at(0);
+  const std::vector<std::ptrdiff_t> tables = find_marker(start, kHuffmanTable);
+  start.resize(static_cast<size_t>(*std::ranges::upper_bound(tables, first)));
+  // A table whose one code, a bit, is the end of a block.
+  append(start,
+         {0xFF, kHuffmanTable, 0, 20, 0x10, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0});
+  const auto with_scans = [&](int scans) {
+    std::vector<uint8_t> file = start;
+    for (int k = 1; k < scans; ++k) {
+      append(file, {0xFF, kScan, 0, 8, 1, 1, 0, k, k, 0});
+      append(file, {0, 0, 0, 3});  // 6 x 5 blocks
+    }
+    append(file, {0xFF, kEndOfImage});
+    return file;
+  };
+  EXPECT_EQ(error_of(with_scans(36)), "none");
+  EXPECT_EQ(error_of(with_scans(37)), "JPEG: the image has more than 36 scans");
+  EXPECT_EQ(error_of(with_scans(64)), "JPEG: the image has more than 36 scans");
 }
 
 TEST(Decode, ImagesBeyondTheLimitsAreRefusedByTheirHeader) {
