@@ -7,7 +7,8 @@
 expected.json lists sizes as the released model's processor computes them, and SHA-256 digests of RGB
 bytes: of the files decoded and converted to RGB, of a pattern resized by antialiased bicubic
 filtering, and of files fitted into their boxes. Pillow 13 changes the height of some images before the
-width, which rounds differently.
+width, which rounds differently. Of gray samples with 16 bits the upper half is expected, where Pillow
+clips them to 255.
 """
 
 import hashlib
@@ -59,10 +60,10 @@ def encoded(image, kind, **options):
     return out.getvalue()
 
 
-def png16(size):
-    """RGB with 16 bits per sample, which Pillow cannot write."""
+def png16(size, color, channels):
+    """16 bits per sample, which Pillow cannot write as RGB."""
     width, height = size
-    row = 2 * 3 * width
+    row = 2 * channels * width
     data = pattern(2 * width, height)
     raw = b"".join(b"\0" + data[y * row:(y + 1) * row] for y in range(height))
 
@@ -70,13 +71,29 @@ def png16(size):
         return struct.pack(">I", len(body)) + name + body + struct.pack(
             ">I", zlib.crc32(name + body))
 
-    return (b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 16, 2, 0, 0, 0))
+    return (b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 16, color, 0, 0, 0))
             + chunk(b"IDAT", zlib.compress(raw)) + chunk(b"IEND", b""))
 
 
 def interlaced_gif(size):
     image = image_of(size).quantize(32)
     return encoded(image, "GIF", interlace=True)
+
+
+def part_gif(size, transparent=None, local=False):
+    """A frame that leaves a margin of its canvas, whose background index is not 0."""
+    frame = image_of((size[0] - 5, size[1] - 4)).quantize(16)
+    data = encoded(frame, "GIF", interlace=False)
+    at = 13 + 3 * 16  # behind the header and the palette
+    palette, rest = data[13:at], data[at:]
+    if rest[:2] == b"!\xf9":
+        rest = rest[8:]
+    assert rest[:1] == b"," and rest[9] == 0
+    control = b"" if transparent is None else b"!\xf9\x04" + bytes([1, 0, 0, transparent, 0])
+    head = data[:6] + struct.pack("<HH", *size) + bytes([data[10], 5, 0])
+    place = b"," + struct.pack("<HHHH", 3, 2, *frame.size)
+    own = bytes([0x83]) + palette[::-1] if local else b"\0"
+    return head + palette + control + place + own + rest[10:]
 
 
 def files():
@@ -93,7 +110,8 @@ def files():
         "bits.png": encoded(image_of(size, "1"), "PNG"),
         "palette.png": encoded(image_of(size).quantize(16), "PNG", bits=4),
         "palette_transparent.png": encoded(image_of(size).quantize(16), "PNG", transparency=3),
-        "rgb16.png": png16(size),
+        "rgb16.png": png16(size, 2, 3),
+        "gray16.png": png16(size, 0, 1),
         "420.jpg": encoded(photo, "JPEG", quality=90),
         "444.jpg": encoded(photo, "JPEG", quality=80, subsampling=0),
         "progressive.jpg": encoded(photo, "JPEG", progressive=True),
@@ -107,6 +125,9 @@ def files():
                                  lossless=True),
         "plain.gif": encoded(image_of(size).quantize(16), "GIF", interlace=False),
         "interlaced.gif": interlaced_gif(size),
+        "part.gif": part_gif(size),
+        "part_transparent.gif": part_gif(size, 7, local=True),
+        "part_outside.gif": part_gif(size, 200),
         "animated.gif": encoded(frames[0], "GIF", save_all=True, append_images=frames[1:]),
     }
 
@@ -153,7 +174,10 @@ def main():
     out = {"decode": [], "resize": [], "plan": [], "fit": []}
     for name, data in files().items():
         (GOLDEN / name).write_bytes(data)
-        image = Image.open(io.BytesIO(data)).convert("RGB")
+        image = Image.open(io.BytesIO(data))
+        if image.mode == "I;16":
+            image = Image.frombytes("L", image.size, image.tobytes()[1::2])
+        image = image.convert("RGB")
         out["decode"].append({"file": name, "size": list(image.size), "sha256": digest(image)})
     for size, target in SIZES:
         image = image_of(size).resize(target, Image.Resampling.BICUBIC)

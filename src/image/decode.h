@@ -1,8 +1,9 @@
 // Image files from outside: JPEG, PNG, WebP and GIF, told apart by their first bytes.
 //
-// Colors are as Pillow's convert("RGB") gives them: alpha is dropped, a palette looked up, 16-bit
-// samples cut to their upper half. Color profiles, gamma and the orientation tag are ignored. Of an
-// animation the first frame counts.
+// Colors are as Pillow 11's convert("RGB") gives them: alpha is dropped, a palette looked up,
+// 16-bit samples cut to their upper half; only of gray images Pillow takes the lower values and
+// clips them to 255, which makes nearly all of them white. Color profiles, gamma and the
+// orientation tag are ignored. Of an animation the first frame counts.
 #pragma once
 
 #include <cstdint>

@@ -47,7 +47,7 @@ class Reader {
         return failed(gif_->Error);
       }
       if (type == EXTENSION_RECORD_TYPE) {
-        CACHALOT_RETURN_IF_ERROR(skip_extension());
+        CACHALOT_RETURN_IF_ERROR(read_extension());
       }
     } while (type == EXTENSION_RECORD_TYPE);
     if (type != IMAGE_DESC_RECORD_TYPE || DGifGetImageDesc(gif_.get()) == GIF_ERROR) {
@@ -57,10 +57,15 @@ class Reader {
   }
 
  private:
-  Status skip_extension() {
+  // Of the extensions only the transparent index of the frame counts.
+  Status read_extension() {
     int code = 0;
-    GifByteType* data = nullptr;
+    GifByteType* data = nullptr;  // a block: its length, its bytes
     int status = DGifGetExtension(gif_.get(), &code, &data);
+    if (status == GIF_OK && code == GRAPHICS_EXT_FUNC_CODE && data != nullptr && data[0] >= 4 &&
+        (data[1] & 1) != 0) {
+      transparent_ = data[4];
+    }
     while (status == GIF_OK && data != nullptr) {
       status = DGifGetExtensionNext(gif_.get(), &data);
     }
@@ -80,11 +85,8 @@ class Reader {
     Pixels out{size(),
                std::vector<uint8_t>(static_cast<size_t>(gif_->SWidth) *
                                     static_cast<size_t>(gif_->SHeight) * 3)};
-    if (gif_->SColorMap != nullptr) {  // what the frame does not cover
-      const std::vector<GifPixelType> back(out.rgb.size() / 3,
-                                           static_cast<GifPixelType>(gif_->SBackGroundColor));
-      paint(back, *gif_->SColorMap, out.rgb.data());
-    }
+    // What the frame does not cover. The background index of the file is ignored, as Pillow does.
+    paint(std::vector<GifPixelType>(out.rgb.size() / 3, transparent_), *colors, out.rgb.data());
     std::vector<GifPixelType> row(static_cast<size_t>(desc.Width));
     // An interlaced frame comes in four passes of rows.
     constexpr int kBegin[] = {0, 4, 2, 1}, kStep[] = {8, 8, 4, 2};
@@ -121,6 +123,7 @@ class Reader {
       std::unique_ptr<GifFileType, decltype([](GifFileType* gif) { DGifCloseFile(gif, nullptr); })>;
   std::unique_ptr<std::span<const uint8_t>> left_;  // giflib holds its address
   Handle gif_;
+  GifPixelType transparent_ = 0;  // 0 also where the frame has none
 };
 
 }  // namespace
