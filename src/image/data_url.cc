@@ -21,13 +21,14 @@ int digit_of(char c) {
   return c == '+' || c == '-' ? 62 : c == '/' || c == '_' ? 63 : -1;
 }
 
-// Both alphabets, with or without padding; line ends are skipped.
+// Both alphabets, with or without padding; line ends are skipped. Ends at the limit of a file.
 Result<std::vector<uint8_t>> decode_base64(std::string_view text) {
   while (!text.empty() && (text.back() == '=' || text.back() == '\n' || text.back() == '\r')) {
     text.remove_suffix(1);
   }
+  constexpr auto kMost = static_cast<size_t>(kMaxFileBytes);
   std::vector<uint8_t> out;
-  out.reserve(text.size() / 4 * 3 + 3);
+  out.reserve(std::min(text.size() / 4 * 3 + 3, kMost));
   uint32_t bits = 0;
   int held = 0;  // bits of `bits` that are not written yet
   for (size_t i = 0; i < text.size(); ++i) {
@@ -41,6 +42,9 @@ Result<std::vector<uint8_t>> decode_base64(std::string_view text) {
     bits = bits << 6 | static_cast<uint32_t>(digit);
     held += 6;
     if (held >= 8) {
+      if (out.size() == kMost) {
+        return invalid("the image file has more than {} bytes", kMaxFileBytes);
+      }
       held -= 8;
       out.push_back(static_cast<uint8_t>(bits >> held));
     }
@@ -56,18 +60,14 @@ Result<std::vector<uint8_t>> decode_base64(std::string_view text) {
 Result<std::vector<uint8_t>> read_data_url(std::string_view url) {
   if (url.starts_with("http://") || url.starts_with("https://")) {
     return invalid(
-        "this server fetches nothing from the network; send the image as a data: URL in base64");
+        "cachalot fetches nothing from the network; send the image as a data: URL in base64");
   }
   const size_t comma = url.find(',');
   if (!url.starts_with("data:") || comma == std::string_view::npos ||
       !url.substr(0, comma).ends_with(";base64")) {
     return invalid("the image must be a URL of the form data:image/png;base64,DATA");
   }
-  const std::string_view text = url.substr(comma + 1);
-  if (static_cast<int64_t>(text.size() / 4) * 3 > kMaxFileBytes + 3) {
-    return invalid("the image file has more than {} bytes", kMaxFileBytes);
-  }
-  return decode_base64(text);
+  return decode_base64(url.substr(comma + 1));
 }
 
 std::string make_data_url(std::span<const uint8_t> file) {

@@ -183,7 +183,7 @@ TEST_F(ImagesTest, ErrorsNameTheField) {
           {{{"type", "image"},
             {"source", {{"type", "url"}, {"url", "http://example.com/a.png"}}}}}}}}}};
   EXPECT_NE(ask("/v1/messages", anthropic, 400)["error"]["message"].get<std::string>().find(
-                "messages[0].content[0].source.url: this server fetches nothing"),
+                "messages[0].content[0].source.url: cachalot fetches nothing"),
             std::string::npos);
   const json responses = {
       {"input",
