@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "base/check.h"
 #include "base/format.h"
 
 namespace cachalot::image {
@@ -51,6 +52,7 @@ int64_t round_even(double value) {
 }  // namespace
 
 Result<Fit> fit(const Geometry& geometry, Size image) {
+  CACHALOT_CHECK(geometry.max_slots >= 4, geometry.max_slots);
   Size size = image;
   if (size.width * size.height < geometry.min_pixels) {
     const double scale = std::sqrt(static_cast<double>(geometry.min_pixels) /

@@ -13,7 +13,7 @@ struct Geometry {
   int64_t patch = 0;       // side of a patch in pixels
   int64_t cell = 0;        // side of a cell in patches; one slot each
   int64_t min_pixels = 0;  // smaller images are enlarged
-  int64_t max_slots = 0;
+  int64_t max_slots = 0;   // at least 4: an image of one cell
 };
 
 struct Fit {

@@ -279,6 +279,13 @@ Status check_draft(const ModelConfig& c) {
   return check_layer_ids("dspark_target_layer_ids", c.dspark_target_layer_ids, c.num_hidden_layers);
 }
 
+// START, NEWLINE and END: what an image takes besides its cells, at least.
+constexpr int64_t kFrameTokens = 3;
+
+// Of an image as the tower sees it. A pixel takes 3 bytes, its patch 12 more; this is beyond the
+// largest file that is taken.
+constexpr int64_t kMostImagePixels = int64_t{1} << 26;
+
 Status check_vision(const ModelConfig& c) {
   const VisionConfig& v = c.vision;
   CACHALOT_RETURN_IF_ERROR(
@@ -292,10 +299,24 @@ Status check_vision(const ModelConfig& c) {
       {"vision_config.intermediate_size", v.intermediate_size, 1, 1 << 16},
       {"vision_config.patch_size", v.patch_size, 1, 256},
       {"vision_config.downsample_ratio", v.downsample_ratio, 1, 64},
-      {"vision_config.max_image_tokens", v.max_image_tokens, 1, 1 << 20},
-      {"vision_config.min_pixels", v.min_pixels, 0, int64_t{1} << 32},
+      {"vision_config.max_image_tokens", v.max_image_tokens, kFrameTokens + 1, 1 << 20},
       {"image_token_id", c.image_token_id, 0, c.vocab_size - 1},
   }));
+  const int64_t side = v.patch_size * v.downsample_ratio;  // of a cell in pixels
+  if (v.max_image_tokens > kMostImagePixels / (side * side)) {
+    return invalid(
+        "vision_config.max_image_tokens is {}; with {} x {} pixels each, an image may have more "
+        "than {}",
+        v.max_image_tokens,
+        side,
+        side,
+        kMostImagePixels);
+  }
+  // Small images are enlarged to these, which must fit.
+  CACHALOT_RETURN_IF_ERROR(check_ranges({{"vision_config.min_pixels",
+                                          v.min_pixels,
+                                          0,
+                                          (v.max_image_tokens - kFrameTokens) * side * side}}));
   // Rotary positions have two axes, each with (cos, sin) pairs.
   if (v.hidden_size % (4 * v.num_attention_heads) != 0) {
     return invalid(

@@ -249,6 +249,18 @@ TEST(Fit, SizesOfTheReleasedModel) {
             "an image of 1 x 60000 pixels is too long and narrow for this model");
 }
 
+TEST(Fit, OneCellIsEnough) {
+  for (int64_t slots = 4; slots < 7; ++slots) {
+    const Geometry geometry = {.patch = 4, .cell = 2, .min_pixels = 0, .max_slots = slots};
+    for (const Size image : {Size{8, 8}, Size{900, 700}, Size{700, 900}, Size{50, 40}}) {
+      const Result<Fit> found = fit(geometry, image);
+      ASSERT_TRUE(found.ok()) << slots << " " << image.width << " x " << image.height;
+      EXPECT_LE(found->slots, slots);
+      EXPECT_GE(found->slots, 4);
+    }
+  }
+}
+
 TEST(Fit, SizesOfAnotherImplementation) {
   int refused = 0;
   for (const json& entry : expected("plan")) {
