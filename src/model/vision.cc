@@ -46,7 +46,7 @@ class Encoder {
     ctx_.scratch = &scratch_;
   }
 
-  Result<ImageRows> run(const TensorView& patches) {
+  Result<ImageRows> run(const TensorView& patches, const std::function<bool()>& stop) {
     const int64_t n = grid_.rows * grid_.columns, h = config_.hidden_size;
     const TensorView pixels = make({n, patches.dim(1)});
     convert(patches, pixels);
@@ -55,6 +55,9 @@ class Encoder {
     CACHALOT_TRY(const TensorView rope, rope_table());
     CACHALOT_RETURN_IF_ERROR(dense(pixels, w_.patch_embed, x));
     for (const VisionBlockWeights& block : w_.blocks) {
+      if (stop && stop()) {
+        return error(Code::kCancelled, "the image was given up");
+      }
       CACHALOT_RETURN_IF_ERROR(norm(x, block.norm1, u));
       CACHALOT_RETURN_IF_ERROR(dense(u, block.wqkv, qkv));
       CACHALOT_RETURN_IF_ERROR(ops::dense_attend(
@@ -203,7 +206,9 @@ Result<VisionTower> VisionTower::create(const Model& model,
   return VisionTower(model, context, precision);
 }
 
-Result<ImageRows> VisionTower::encode(const TensorView& patches, ImageGrid grid) const {
+Result<ImageRows> VisionTower::encode(const TensorView& patches,
+                                      ImageGrid grid,
+                                      const std::function<bool()>& stop) const {
   const VisionConfig& c = model_->config.vision;
   // Bounded extents first, so that no product overflows.
   const int64_t most = c.max_image_tokens * c.downsample_ratio;
@@ -222,7 +227,7 @@ Result<ImageRows> VisionTower::encode(const TensorView& patches, ImageGrid grid)
                    to_string(patches.shape),
                    to_string(shape));
   }
-  return Encoder(*model_, context_, act_, grid).run(patches);
+  return Encoder(*model_, context_, act_, grid).run(patches, stop);
 }
 
 }  // namespace cachalot::model

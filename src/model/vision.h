@@ -5,6 +5,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <vector>
 
 #include "base/status.h"
@@ -45,9 +46,12 @@ class VisionTower {
 
   // patches [rows * columns, 3 * patch * patch] f32 or bf16, row by row of the grid, each in
   // (channel, row, column) order with values (x / 255 - 0.5) / 0.5. The result has the activation
-  // dtype. Calls may run at the same time if they have no thread pool in common. Errors: an empty
-  // grid or one of more than max_image_tokens slots, other shapes or dtypes.
-  Result<ImageRows> encode(const TensorView& patches, ImageGrid grid) const;
+  // dtype. `stop` is asked before each block. Calls may run at the same time if they have no thread
+  // pool in common. Errors: an empty grid or one of more than max_image_tokens slots, other shapes
+  // or dtypes; kCancelled: `stop` returned true.
+  Result<ImageRows> encode(const TensorView& patches,
+                           ImageGrid grid,
+                           const std::function<bool()>& stop = {}) const;
 
  private:
   VisionTower(const Model& model, const ops::OpContext& context, Precision precision);

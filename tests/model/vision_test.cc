@@ -4,6 +4,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cstring>
 #include <numeric>
 
@@ -119,6 +120,17 @@ TEST_F(VisionTowerTest, GridsOfAsManyPatchesDiffer) {
   std::vector<float> values = pixels({6, 3});
   EXPECT_NE(tower().encode(view(values), {6, 3})->bytes,
             tower().encode(view(values), {3, 6})->bytes);
+}
+
+TEST_F(VisionTowerTest, StopsBeforeTheBlockWhereItIsAskedTo) {
+  std::vector<float> values = pixels({6, 3});
+  const int64_t blocks = model_->config.vision.num_hidden_layers;
+  for (int64_t last = 1; last <= blocks + 1; ++last) {
+    int64_t asked = 0;
+    const auto image = tower().encode(view(values), {6, 3}, [&] { return ++asked == last; });
+    EXPECT_EQ(asked, std::min(last, blocks));
+    EXPECT_EQ(image.status().code(), last > blocks ? Code::kOk : Code::kCancelled);
+  }
 }
 
 TEST_F(VisionTowerTest, BadImagesAreRefused) {
