@@ -29,10 +29,12 @@ ImageEncoder::~ImageEncoder() {
 
 std::shared_ptr<const EncodedImage> ImageEncoder::encode(
     std::shared_ptr<const LoadedModel> weights, std::shared_ptr<const image::Picture> picture) {
-  auto encoded = std::make_shared<EncodedImage>();
+  auto encoded = std::make_shared<EncodedImage>(std::move(weights), std::move(picture));
   {
     const std::lock_guard lock(mutex_);
-    jobs_.push_back({encoded, std::move(weights), std::move(picture)});
+    // Those that were given up, or they would gather behind an image that takes minutes.
+    std::erase_if(jobs_, [](const auto& job) { return job.expired(); });
+    jobs_.push_back(encoded);
     if (!thread_.joinable()) {
       thread_ = std::thread([this] { run(); });
     }
@@ -59,18 +61,10 @@ void ImageEncoder::run() {
       return;
     }
     busy_ = true;
-    {
-      const Job job = std::move(jobs_.front());
-      jobs_.pop_front();
-      lock.unlock();
-      if (const std::shared_ptr<EncodedImage> encoded = job.image.lock()) {
-        const double begin = now_seconds();
-        encoded->rows_ = encode(*job.weights, *job.picture);
-        encoded->ready_.store(true, std::memory_order_release);
-        const std::lock_guard done(mutex_);
-        seconds_.record(now_seconds() - begin);
-      }
-    }
+    const std::weak_ptr<EncodedImage> job = std::move(jobs_.front());
+    jobs_.pop_front();
+    lock.unlock();
+    encode(job);
     if (on_ready_) {
       on_ready_();
     }
@@ -81,8 +75,35 @@ void ImageEncoder::run() {
   }
 }
 
-Result<model::ImageRows> ImageEncoder::encode(const LoadedModel& weights,
-                                              const image::Picture& picture) {
+void ImageEncoder::encode(const std::weak_ptr<EncodedImage>& job) {
+  std::shared_ptr<EncodedImage> encoded = job.lock();
+  if (encoded == nullptr) {
+    return;
+  }
+  const std::shared_ptr<const LoadedModel> weights = encoded->weights_;
+  const std::shared_ptr<const image::Picture> picture = encoded->picture_;
+  // Not held meanwhile, so that the last of those who wait for it can give it up.
+  encoded.reset();
+  const double begin = now_seconds();
+  Result<model::ImageRows> rows =
+      run_tower(*weights, *picture, [&] { return stopping_ || job.expired(); });
+  encoded = job.lock();
+  if (encoded == nullptr) {
+    return;
+  }
+  {
+    const std::lock_guard lock(mutex_);
+    seconds_.record(now_seconds() - begin);
+  }
+  encoded->rows_ = std::move(rows);
+  encoded->weights_.reset();
+  encoded->picture_.reset();
+  encoded->ready_.store(true, std::memory_order_release);
+}
+
+Result<model::ImageRows> ImageEncoder::run_tower(const LoadedModel& weights,
+                                                 const image::Picture& picture,
+                                                 const std::function<bool()>& stop) {
   if (pool_ == nullptr) {
     pool_ = std::make_unique<ThreadPool>(options_.threads);
   }
@@ -94,7 +115,8 @@ Result<model::ImageRows> ImageEncoder::encode(const LoadedModel& weights,
   std::vector<float> patches = picture.patches();
   const int64_t count = picture.rows * picture.columns;
   return tower.encode({patches.data(), DType::kF32, {count, 3 * picture.patch * picture.patch}},
-                      {picture.rows, picture.columns});
+                      {picture.rows, picture.columns},
+                      stop);
 }
 
 std::shared_ptr<const EncodedImage> EncodedImages::get(

@@ -1,7 +1,8 @@
 // The vision tower beside the engine thread: pictures in, rows of the language model out.
 //
 // An image takes seconds on a CPU. It is encoded on a thread with a pool of its own, one image at a
-// time, while the requests that run go on; its request waits.
+// time, while the requests that run go on; its request waits. What nobody waits for any more is not
+// encoded, and the tower stops in the middle of it.
 #pragma once
 
 #include <atomic>
@@ -14,6 +15,7 @@
 #include <memory>
 #include <mutex>
 #include <thread>
+#include <utility>
 
 #include "base/status.h"
 #include "base/thread_pool.h"
@@ -24,16 +26,23 @@
 
 namespace cachalot::engine {
 
-// What the tower made of a picture. Whoever waits for it holds it: one that nobody holds is not
-// encoded.
+// A picture, then what the tower made of it. Whoever waits for it holds it, and nobody else does:
+// the memory of one that was given up is free at once, or before the tower's next block.
 class EncodedImage {
  public:
+  EncodedImage(std::shared_ptr<const LoadedModel> weights,
+               std::shared_ptr<const image::Picture> picture)
+      : weights_(std::move(weights)), picture_(std::move(picture)) {}
+
   bool ready() const { return ready_.load(std::memory_order_acquire); }
   // Once ready: the rows of all slots, or why there are none.
   const Result<model::ImageRows>& rows() const { return rows_; }
 
  private:
   friend class ImageEncoder;
+  // Until it is ready.
+  std::shared_ptr<const LoadedModel> weights_;
+  std::shared_ptr<const image::Picture> picture_;
   Result<model::ImageRows> rows_ = Status(Code::kUnavailable, "the image is not encoded yet");
   std::atomic<bool> ready_ = false;
 };
@@ -41,30 +50,30 @@ class EncodedImage {
 class ImageEncoder {
  public:
   explicit ImageEncoder(const RuntimeOptions& options);
-  // What is queued is left out.
+  // What is queued is left out, and the tower stops before its next block.
   ~ImageEncoder();
 
-  // Called on the encoder's thread whenever an image is ready. Before the first encode().
+  // Called on the encoder's thread whenever it is through with an image: that is ready, or was
+  // given up. Before the first encode().
   void on_ready(std::function<void()> call) { on_ready_ = std::move(call); }
 
   // Any thread. The weights are held until the image was encoded.
   std::shared_ptr<const EncodedImage> encode(std::shared_ptr<const LoadedModel> weights,
                                              std::shared_ptr<const image::Picture> picture);
-  // Blocks until another image is ready or nothing is left to do.
+  // Blocks until the thread is through with another image or nothing is left to do.
   void wait();
 
-  // Seconds of every image encoded.
+  // Seconds of every image that was encoded to its end.
   Histogram seconds() const;
 
  private:
-  struct Job {
-    std::weak_ptr<EncodedImage> image;
-    std::shared_ptr<const LoadedModel> weights;
-    std::shared_ptr<const image::Picture> picture;
-  };
-
   void run();
-  Result<model::ImageRows> encode(const LoadedModel& weights, const image::Picture& picture);
+  // Makes it ready, if it is held until then.
+  void encode(const std::weak_ptr<EncodedImage>& job);
+  // kCancelled once `stop` says so.
+  Result<model::ImageRows> run_tower(const LoadedModel& weights,
+                                     const image::Picture& picture,
+                                     const std::function<bool()>& stop);
 
   const RuntimeOptions options_;
   std::function<void()> on_ready_;
@@ -72,10 +81,10 @@ class ImageEncoder {
 
   mutable std::mutex mutex_;
   std::condition_variable wake_, done_;
-  std::deque<Job> jobs_;
+  std::deque<std::weak_ptr<EncodedImage>> jobs_;
   uint64_t ended_ = 0;
   bool busy_ = false;
-  bool stopping_ = false;
+  std::atomic<bool> stopping_ = false;  // written under the mutex
   Histogram seconds_ = Histogram::of_latencies();
   std::thread thread_;  // started by the first image
 };

@@ -273,7 +273,7 @@ TEST_P(ImagesTest, DraftsChangeNothing) {
 // the rows of an image belong to the weights that made them.
 TEST_P(ImagesTest, A27_SwappedWeightsSeeWithTheirOwnTower) {
   test::TempDirectory other;
-  write_checkpoint(other, 5, "t1-vision");
+  write_checkpoint(other, 5, *model::preset_config("t1-vision"));
   const Prompt prompt = around(1);
   const Answer expected = alone(prompt);
   const auto fresh = std::move(*Runtime::open(other.path(), {.threads = 1}));

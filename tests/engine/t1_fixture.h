@@ -1,4 +1,4 @@
-// A synthetic checkpoint of t1, or of t1-vision, made once per test suite.
+// A synthetic checkpoint of t1 or of a model about as small, made once per test suite.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -21,18 +21,17 @@ class T1Fixture : public testing::Test {
   static void SetUpTestSuite() { set_up("t1"); }
   static void TearDownTestSuite() { directory_.reset(); }
 
-  static void set_up(const char* preset) {
+  static void set_up(const char* preset) { set_up(model::preset_config(preset).value()); }
+  static void set_up(const model::ModelConfig& config) {
     directory_ = std::make_unique<test::TempDirectory>();
-    write_checkpoint(*directory_, 4, preset);
+    write_checkpoint(*directory_, 4, config);
   }
   static void write_checkpoint(const test::TempDirectory& target,
                                uint64_t seed,
-                               const char* preset = "t1") {
-    const auto config = model::preset_config(preset);
-    ASSERT_TRUE(config.ok()) << config.error().message();
+                               const model::ModelConfig& config = *model::preset_config("t1")) {
     ThreadPool pool(1);
     const Status status =
-        model::synthesize(*config,
+        model::synthesize(config,
                           target.path(),
                           {.seed = seed, .tokenizer_json = text::byte_level_tokenizer_json(512)},
                           pool);
