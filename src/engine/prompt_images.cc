@@ -64,10 +64,9 @@ Result<ImagePrompt> place_images(const std::vector<int32_t>& ids,
                      pixels,
                      kMostPixels / 1'000'000);
     }
-    CACHALOT_TRY(const int64_t slots,
-                 image::count_slots(file.bytes, format->geometry).with(file.field));
+    CACHALOT_TRY(const image::Fit place, image::fit(format->geometry, size).with(file.field));
     prompt.positions.push_back(std::ssize(prompt.ids));
-    prompt.ids.insert(prompt.ids.end(), static_cast<size_t>(slots), format->token);
+    prompt.ids.insert(prompt.ids.end(), static_cast<size_t>(place.slots), format->token);
     if (std::ssize(prompt.ids) > most_tokens) {
       return error(Code::kOutOfRange,
                    "{}: this model's maximum context length is {} tokens, and the prompt has {} up "
