@@ -262,10 +262,33 @@ Result<bool> Scheduler::has_images(Sequence& sequence) {
   return ready;
 }
 
+Result<bool> Scheduler::look_up(Sequence& sequence) {
+  if (sequence.load == nullptr) {
+    return sequence.read;
+  }
+  if (!sequence.load->ready() && !running_.empty()) {
+    return false;
+  }
+  PrefixCache& prefixes = sequence.instance->prefixes;
+  CACHALOT_RETURN_IF_ERROR(prefixes.absorb(sequence));
+  sequence.first_row = prefixes.find(sequence).first_row();
+  return true;
+}
+
 void Scheduler::take_encoded() {
+  int reading = 0;
   for (auto next = encoding_.begin(); next != encoding_.end();) {
     const auto entry = next++;
-    const Result<bool> ready = has_images(*entry->second);
+    Sequence& sequence = *entry->second;
+    if (!sequence.read && reading < kReadAhead) {
+      sequence.read = true;
+      sequence.instance->prefixes.read_ahead(sequence);
+    }
+    Result<bool> ready = look_up(sequence);
+    reading += sequence.load != nullptr ? 1 : 0;
+    if (ready.ok() && *ready) {
+      ready = has_images(sequence);
+    }
     if (!ready.ok()) {
       finish(*entry->second, {.status = ready.status()});
       encoding_.erase(entry);

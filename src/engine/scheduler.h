@@ -94,6 +94,9 @@ class Scheduler {
   void end_expired();
   // Asks for the rows of the images that the request lacks. True: it has all of them.
   Result<bool> has_images(Sequence& sequence);
+  // Takes what the stores have of a request's prompt, so that no image is encoded that it covers.
+  // Waits for it if nothing runs meanwhile. False: it is still being read, or was not asked for.
+  Result<bool> look_up(Sequence& sequence);
   // Lets requests wait for room whose images are ready.
   void take_encoded();
   // Asks the stores for the prefixes of the requests that are next.

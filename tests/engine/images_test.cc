@@ -176,6 +176,7 @@ TEST_P(ImagesTest, A26_AnotherImageFindsNothingOnDisk) {
   const Answer again = bench.run(first.request());
   EXPECT_TRUE(again.same(alone(first)));
   EXPECT_GT(again.cached, first.length() - 100);
+  EXPECT_EQ(encoded(bench), 1u) << "the image of the prefix was encoded";
 }
 
 // A prefix that ends behind the image needs no rows of it.
