@@ -337,8 +337,6 @@ void App::count_tokens(const Call& call) {
   if (status.ok()) {
     const auto tokens = [&]() -> Result<int64_t> {
       CACHALOT_TRY(body, text::parse_json(call.request.body, "request body"));
-      CACHALOT_TRY(const std::string name, text::string_field(body, "", "model"));
-      CACHALOT_RETURN_IF_ERROR(check_model(*model_, name));
       CACHALOT_TRY(text::ChatRequest chat, read_messages(body));
       // The block that a forced call opens is not the client's.
       chat.tool_choice = chat.tool_choice == text::ToolChoice::kNone ? text::ToolChoice::kNone

@@ -70,11 +70,7 @@ Status read_sampling(const Json& body, GenerationRequest* out) {
   p.top_k = std::max<int64_t>(0, top_k.value_or(0));
   CACHALOT_RETURN_IF_ERROR(read_logit_bias(body, &p));
   CACHALOT_TRY(const std::optional<int64_t> seed,
-               text::integer_field(body,
-                                   "",
-                                   "seed",
-                                   std::numeric_limits<int64_t>::min(),
-                                   std::numeric_limits<int64_t>::max()));
+               text::integer_field(body, "", "seed", 0, std::numeric_limits<int64_t>::max()));
   if (seed) {
     out->seed = static_cast<uint64_t>(*seed);
   }

@@ -1,4 +1,6 @@
 // POST /v1/responses over a scripted engine.
+#include <algorithm>
+
 #include "tests/server/support.h"
 
 namespace cachalot::server {
@@ -114,10 +116,33 @@ TEST_F(ResponsesTest, IncompleteAndFailed) {
   EXPECT_EQ(cut.back().name, "response.incomplete");
   EXPECT_EQ(cut.back().data["response"]["incomplete_details"]["reason"], "max_output_tokens");
   EXPECT_EQ(cut.back().data["response"]["output"][0]["content"][0]["text"], "xxx");
+  EXPECT_EQ(cut.back().data["response"]["output"][0]["status"], "incomplete");
+  EXPECT_EQ(ask(kPath, body)["output"][0]["status"], "incomplete");
   engine_->fail_after(1, Status(Code::kInternal, "it broke"));
   const std::vector<SseEvent> failed = stream(kPath, body);
   EXPECT_EQ(failed.back().name, "response.failed");
   EXPECT_EQ(failed.back().data["response"]["error"]["message"], "it broke");
+}
+
+// A client runs a call whose arguments are done.
+TEST_F(ResponsesTest, ACallThatIsCutIsNotDone) {
+  engine_->say(call_text("f", std::string(400, 'x'), "1"));
+  json body = request();
+  body["tools"] = json::parse(R"([{"type": "function", "name": "f"}])");
+  const auto events = [&] { return stream(kPath, body); };
+  const auto has = [](const std::vector<SseEvent>& list, const char* name) {
+    return std::ranges::any_of(list, [&](const SseEvent& e) { return e.name == name; });
+  };
+  body["max_output_tokens"] = 200;
+  const std::vector<SseEvent> cut = events();
+  EXPECT_FALSE(has(cut, "response.function_call_arguments.done"));
+  const json item = cut.back().data["response"]["output"][0];
+  EXPECT_EQ(item["type"], "function_call");
+  EXPECT_EQ(item["status"], "incomplete");
+  body["max_output_tokens"] = 2000;
+  const std::vector<SseEvent> whole = events();
+  EXPECT_TRUE(has(whole, "response.function_call_arguments.done"));
+  EXPECT_EQ(whole.back().data["response"]["output"][0]["status"], "completed");
 }
 
 TEST_F(ResponsesTest, NamespacedTools) {
@@ -128,6 +153,14 @@ TEST_F(ResponsesTest, NamespacedTools) {
   const json call = ask(kPath, body)["output"][0];
   EXPECT_EQ(call["name"], "f");
   EXPECT_EQ(call["namespace"], "ns");
+  EXPECT_EQ(call["type"], "function_call");
+  for (const SseEvent& event : stream(kPath, body)) {
+    if (event.name == "response.function_call_arguments.done") {
+      EXPECT_EQ(event.data["name"], "f");
+    }
+  }
+  body["tools"][0]["tools"][0]["type"] = "custom";
+  EXPECT_EQ(ask(kPath, body)["output"][0]["type"], "custom_tool_call");
 }
 
 TEST_F(ResponsesTest, WrongFieldsAreNamed) {

@@ -4,6 +4,7 @@
 
 #include <cmath>
 #include <filesystem>
+#include <limits>
 #include <map>
 #include <nlohmann/json.hpp>
 #include <sstream>
@@ -228,6 +229,33 @@ TEST_F(TrainerTest, NamesTheWeightWhoseGradientIsNotFinite) {
   EXPECT_NE(status.message().find("state-00000004"), std::string::npos) << status.message();
 }
 
+// Official codes have no NaN, so it would become a number; a position is an index.
+TEST_F(TrainerTest, StatesThatCannotBeAreRefused) {
+  RunConfig run = config("damaged");
+  run.steps = 1;
+  ASSERT_TRUE(train(run, false).ok());
+  auto model = open_run_model(run.out);
+  auto parameters = ParameterSet<float>::create(model->config, model->token_class);
+  Optimizer optimizer(**parameters, run.optimizer);
+  const std::string path = state_path(run.out, 1);
+  const auto position = load_state(path, **parameters, &optimizer.states());
+  ASSERT_TRUE(position.ok()) << position.status().message();
+  RunPosition before = *position;
+  before.batch = -5;
+  ASSERT_TRUE(save_state(path, **parameters, optimizer.states(), before).ok());
+  EXPECT_NE(train(run, true).message().find("'batch' is -5"), std::string::npos);
+  Parameter<float>& parameter = (*parameters)->named("layers.0.ffn.experts.1.w1.weight");
+  ThreadPool pool(1);
+  for (const float value : {std::numeric_limits<float>::quiet_NaN(), INFINITY}) {
+    parameter.value[7] = value;
+    ASSERT_TRUE(save_state(path, **parameters, optimizer.states(), *position).ok());
+    const Status status = export_run(run.out, 1, directory_.file("bad"), pool);
+    EXPECT_NE(status.message().find("'value/layers.0.ffn.experts.1.w1.weight' has"),
+              std::string::npos)
+        << status.message();
+  }
+}
+
 // What the exported checkpoint computes in precision f32 is what training computes with the same
 // rounding of weights and caches.
 TEST_F(TrainerTest, ScoreOfTheExportAgreesWithTheTrainingForward) {
@@ -327,6 +355,9 @@ TEST_F(TrainerTest, TrainsTheDrafterBehindAFrozenBackbone) {
   // That of another state stays behind.
   const std::string older = directory_.file("older");
   ASSERT_TRUE(export_run(whole.out, 16, older, pool).ok());
+  // Nor does one stay that another state has left.
+  ASSERT_TRUE(export_run(whole.out, 16, out, pool).ok());
+  EXPECT_FALSE(file_exists(out + "/" + model::kDraftCalibrationFile));
   EXPECT_FALSE(file_exists(older + "/" + model::kDraftCalibrationFile));
 }
 
