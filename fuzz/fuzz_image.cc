@@ -34,7 +34,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   const Result<image::Picture> picture = image::make_picture(file, kSmall);
   if (picture.ok()) {
     CACHALOT_CHECK(picture->slots <= kSmall.max_slots && picture->slots > 3);
-    CACHALOT_CHECK(picture->slots == *image::count_slots(file, kSmall));
+    CACHALOT_CHECK(picture->slots == image::fit(kSmall, *stated)->slots);
     CACHALOT_CHECK(picture->patches().size() == picture->rgb.size());
   }
   return 0;

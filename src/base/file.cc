@@ -148,6 +148,15 @@ Status make_directories(const std::string& path) {
   return {};
 }
 
+Status remove_file(const std::string& path) {
+  std::error_code code;
+  std::filesystem::remove(path, code);
+  if (code) {
+    return error(Code::kUnavailable, "cannot remove '{}': {}", path, code.message());
+  }
+  return {};
+}
+
 bool file_exists(const std::string& path) {
   std::error_code code;
   return std::filesystem::exists(path, code);

@@ -39,6 +39,9 @@ Status write_file(const std::string& path, std::string_view bytes);
 // Creates a directory and its parents.
 Status make_directories(const std::string& path);
 
+// Removes a file or an empty directory; one that is not there is no error.
+Status remove_file(const std::string& path);
+
 bool file_exists(const std::string& path);
 
 }  // namespace cachalot

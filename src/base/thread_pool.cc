@@ -1,7 +1,8 @@
 #include "base/thread_pool.h"
-#include "base/math.h"
 
 #include <algorithm>
+
+#include "base/math.h"
 
 namespace cachalot {
 namespace {

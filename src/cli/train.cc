@@ -146,6 +146,11 @@ Status evaluate_draft(const RunFlags& flags,
 Status evaluate_run(const RunFlags& flags) {
   CACHALOT_TRY(const int64_t step, chosen_step(flags));
   CACHALOT_TRY(const train::RunModel model, train::open_run_model(flags.run));
+  if (flags.sequence > model.config.max_position_embeddings) {
+    return invalid("--sequence is {}; max_position_embeddings is {}",
+                   flags.sequence,
+                   model.config.max_position_embeddings);
+  }
   CACHALOT_TRY(const auto parameters,
                train::ParameterSet<float>::create(model.config, model.token_class));
   CACHALOT_TRY(const train::RunPosition position,
@@ -168,11 +173,6 @@ Status evaluate_run(const RunFlags& flags) {
     options.candidates = true;
   }
   parameters->apply(options.quant, &pool);
-  if (flags.sequence > model.config.max_position_embeddings) {
-    return invalid("--sequence is {}; max_position_embeddings is {}",
-                   flags.sequence,
-                   model.config.max_position_embeddings);
-  }
   train::Corpus corpus;
   for (const std::string& path : flags.data) {
     CACHALOT_RETURN_IF_ERROR(corpus.add(path,

@@ -5,13 +5,10 @@
 
 #include "base/check.h"
 #include "base/format.h"
+#include "base/math.h"
 
 namespace cachalot::image {
 namespace {
-
-int64_t ceil_div(int64_t a, int64_t b) {
-  return (a + b - 1) / b;
-}
 
 int64_t slots_of(const Geometry& geometry, Size box) {
   const int64_t columns = ceil_div(box.width / geometry.patch, geometry.cell);

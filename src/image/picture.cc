@@ -67,10 +67,4 @@ Result<Picture> make_picture(std::span<const uint8_t> file, const Geometry& geom
   return picture;
 }
 
-Result<int64_t> count_slots(std::span<const uint8_t> file, const Geometry& geometry) {
-  CACHALOT_TRY(const Size size, read_size(file));
-  CACHALOT_TRY(const Fit place, fit(geometry, size));
-  return place.slots;
-}
-
 }  // namespace cachalot::image

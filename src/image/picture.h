@@ -31,7 +31,4 @@ struct Picture {
 // Decodes a file, fits it and pads it with gray. Errors: those of decode() and fit().
 Result<Picture> make_picture(std::span<const uint8_t> file, const Geometry& geometry);
 
-// The slots that make_picture() would find, from the header alone.
-Result<int64_t> count_slots(std::span<const uint8_t> file, const Geometry& geometry);
-
 }  // namespace cachalot::image

@@ -1,7 +1,6 @@
 #include "model/checkpoint_writer.h"
 
 #include <algorithm>
-#include <filesystem>
 #include <vector>
 
 #include "base/file.h"
@@ -204,12 +203,7 @@ Status write_checkpoint(const ModelConfig& config,
   // Without these a directory does not open: a run that is stopped leaves no mixture with what was
   // there.
   for (const char* name : {io::kIndexName, "config.json"}) {
-    std::error_code failed;
-    const std::string path = fmt::format("{}/{}", directory, name);
-    std::filesystem::remove(path, failed);
-    if (failed) {
-      return error(Code::kUnavailable, "'{}' cannot be removed: {}", path, failed.message());
-    }
+    CACHALOT_RETURN_IF_ERROR(remove_file(fmt::format("{}/{}", directory, name)));
   }
   Writer writer(directory, source, pool, total_bytes);
   for (int64_t shard = 0; shard < shards; ++shard) {

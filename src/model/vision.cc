@@ -4,6 +4,7 @@
 #include <numeric>
 
 #include "base/format.h"
+#include "base/math.h"
 #include "model/rope.h"
 #include "ops/ops.h"
 #include "quant/formats.h"
@@ -14,10 +15,6 @@ namespace {
 
 // Of the tower's norms; the language model has its own.
 constexpr float kNormEps = 1e-6f;
-
-int64_t ceil_div(int64_t a, int64_t b) {
-  return (a + b - 1) / b;
-}
 
 // Values of a BF16 or F32 tensor, rounded to `to`.
 void convert(const TensorView& from, const TensorView& to) {

@@ -275,11 +275,7 @@ Status export_run(const std::string& folder,
   // The calibration belongs to the state that it was fitted with; an older export may have left
   // another one.
   const std::string target = out + "/" + model::kDraftCalibrationFile;
-  std::error_code failed;
-  std::filesystem::remove(target, failed);
-  if (failed) {
-    return error(Code::kUnavailable, "'{}' cannot be removed: {}", target, failed.message());
-  }
+  CACHALOT_RETURN_IF_ERROR(remove_file(target));
   const std::string calibration = folder + "/" + model::kDraftCalibrationFile;
   if (!file_exists(calibration)) {
     return {};

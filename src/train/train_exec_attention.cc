@@ -1,4 +1,3 @@
-#include "base/math.h"
 #include "train/train_exec.h"
 
 #include <algorithm>
@@ -7,6 +6,7 @@
 #include <limits>
 #include <numeric>
 
+#include "base/math.h"
 #include "base/rng.h"
 #include "train/norm.h"
 #include "train/parallel.h"
