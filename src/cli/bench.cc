@@ -526,18 +526,18 @@ Status bench_prefill(const BenchFlags& flags) {
   return {};
 }
 
-// Square images of random pixels through the image encoder, which is on the host for any backend.
+// Square images of random pixels through the image encoder.
 Status bench_vision(const BenchFlags& flags) {
   CACHALOT_TRY(const std::unique_ptr<engine::Runtime> runtime, open_runtime(flags.run));
-  const bool ref = runtime->options().backend == ops::Backend::kRef;
-  ops::OpContext context{.backend = ref ? ops::Backend::kRef : ops::Backend::kCpu,
-                         .pool = &runtime->threads()};
+  const bool on_device = runtime->options().backend == ops::Backend::kCuda;
+  ops::OpContext context{.backend = runtime->options().backend, .pool = &runtime->threads()};
   CACHALOT_TRY(const std::unique_ptr<ops::OpTimer> timer, ops::make_op_timer(context));
   context.timer = timer.get();
   CACHALOT_TRY(const model::VisionTower tower,
                model::VisionTower::create(runtime->model(), context, runtime->options().precision));
-  const Ceiling ceiling(
-      [&]() -> Result<double> { return 2 * ops::cpu::multiply_add_pass(runtime->threads()); });
+  CACHALOT_TRY(const Ceiling reads, read_ceiling(*runtime));
+  const Ceiling ceiling =
+      on_device ? reads : Ceiling([&]() -> Result<double> { return flop_rate(*runtime); });
   const model::VisionConfig& config = runtime->config().vision;
   for (const int64_t size : flags.size) {
     const model::ImageGrid grid{size / config.patch_size, size / config.patch_size};
@@ -557,7 +557,7 @@ Status bench_vision(const BenchFlags& flags) {
     Measurement m;
     m.name = "vision";
     m.shape = fmt::format("patches {} blocks {}", n, config.num_hidden_layers);
-    m.bound_by_bytes = false;
+    m.bound_by_bytes = on_device;
     CACHALOT_RETURN_IF_ERROR(time_step(flags, ceiling, encode, m));
     CACHALOT_TRY(const std::vector<ops::OpRecord> records, timer->take());
     for (const ops::OpRecord& record : records) {

@@ -107,9 +107,14 @@ Result<model::ImageRows> ImageEncoder::run_tower(const LoadedModel& weights,
   if (pool_ == nullptr) {
     pool_ = std::make_unique<ThreadPool>(options_.threads);
   }
+  if (stream_ == nullptr) {
+    CACHALOT_TRY(ops::Memory* const memory, ops::backend_memory(options_.backend));
+    CACHALOT_TRY(stream_, memory->background_stream());
+  }
   ops::OpContext context;
   context.backend = options_.backend;
   context.pool = pool_.get();
+  context.stream = stream_->handle();
   CACHALOT_TRY(const model::VisionTower tower,
                model::VisionTower::create(weights.model(), context, options_.precision));
   std::vector<float> patches = picture.patches();

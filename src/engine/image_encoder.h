@@ -1,8 +1,8 @@
 // The vision tower beside the engine thread: pictures in, rows of the language model out.
 //
-// An image takes seconds on a CPU. It is encoded on a thread with a pool of its own, one image at a
-// time, while the requests that run go on; its request waits. What nobody waits for any more is not
-// encoded, and the tower stops in the middle of it.
+// An image takes seconds on a CPU. It is encoded on a thread with a pool and, of a device, a stream
+// of its own, one image at a time, while the requests that run go on; its request waits. What
+// nobody waits for any more is not encoded, and the tower stops in the middle of it.
 #pragma once
 
 #include <atomic>
@@ -77,7 +77,9 @@ class ImageEncoder {
 
   const RuntimeOptions options_;
   std::function<void()> on_ready_;
-  std::unique_ptr<ThreadPool> pool_;  // of the thread, made for the first image
+  // Of the thread, made for the first image.
+  std::unique_ptr<ThreadPool> pool_;
+  std::unique_ptr<ops::BackgroundStream> stream_;
 
   mutable std::mutex mutex_;
   std::condition_variable wake_, done_;

@@ -9,7 +9,8 @@ namespace {
 
 constexpr int64_t kAlign = 256;
 
-// Every tensor view of the weights but those of the Engram tables.
+// Every tensor view of the weights but those of the Engram tables and of the vectors that lie
+// around an image, which the host lays out.
 std::vector<TensorView*> all_views(ModelWeights& weights) {
   std::vector<TensorView*> views;
   const auto plain = [&](TensorView& view) {
@@ -72,6 +73,23 @@ std::vector<TensorView*> all_views(ModelWeights& weights) {
       layer(l);
     }
   }
+  VisionWeights& vision = weights.vision;
+  const auto biased = [&](BiasedWeight& w) {
+    matrix(w.weight);
+    plain(w.bias);
+  };
+  for (BiasedWeight* w : {&vision.patch_embed, &vision.aligner_w1, &vision.aligner_w2}) {
+    biased(*w);
+  }
+  plain(vision.norm);
+  for (VisionBlockWeights& block : vision.blocks) {
+    plain(block.norm1);
+    plain(block.norm2);
+    biased(block.wqkv);
+    biased(block.wo);
+    matrix(block.mlp_w1);
+    matrix(block.mlp_w2);
+  }
   return views;
 }
 
@@ -124,6 +142,11 @@ Result<DeviceWeights> copy_to_device(const ModelWeights& weights,
     view->device = memory.device();
     offset += aligned(view->bytes());
     progress.advance();
+  }
+  if (total > 0) {
+    // Waits for the copies: ops of other streams read the weights, too.
+    uint8_t first = 0;
+    CACHALOT_RETURN_IF_ERROR(memory.read(&first, result.memory.data(), 1, nullptr));
   }
   return result;
 }

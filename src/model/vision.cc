@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <numeric>
+#include <utility>
 
 #include "base/format.h"
 #include "base/math.h"
@@ -29,26 +30,38 @@ void convert(const TensorView& from, const TensorView& to) {
   }
 }
 
-// One image on its way through the tower.
+// Of a device, beside q and k of dense_attend().
+constexpr int64_t kDeviceScratchBytes = int64_t{80} << 20;
+
+// One image on its way through the tower. The host makes the tables, gathers the cells and lays out
+// the rows; the ops run in the memory of their backend.
 class Encoder {
  public:
-  Encoder(const Model& model, const ops::OpContext& context, DType act, ImageGrid grid)
+  Encoder(const Model& model,
+          const ops::OpContext& context,
+          ops::Memory& memory,
+          DType act,
+          ImageGrid grid)
       : config_(model.config.vision),
         w_(model.weights.vision),
         ctx_(context),
+        backend_(memory),
         act_(act),
         grid_(grid),
         cell_rows_(ceil_div(grid.rows, config_.downsample_ratio)),
-        cell_columns_(ceil_div(grid.columns, config_.downsample_ratio)) {
-    ctx_.scratch = &scratch_;
-  }
+        cell_columns_(ceil_div(grid.columns, config_.downsample_ratio)) {}
 
   Result<ImageRows> run(const TensorView& patches, const std::function<bool()>& stop) {
     const int64_t n = grid_.rows * grid_.columns, h = config_.hidden_size;
-    const TensorView pixels = make({n, patches.dim(1)});
-    convert(patches, pixels);
-    const TensorView x = make({n, h}), u = make({n, h}), o = make({n, h});
-    const TensorView qkv = make({n, 3 * h}), hidden = make({n, config_.intermediate_size});
+    CACHALOT_RETURN_IF_ERROR(make_scratch(n * h));
+    CACHALOT_TRY(const TensorView values, make(host_, act_, {n, patches.dim(1)}));
+    convert(patches, values);
+    CACHALOT_TRY(const TensorView pixels, on_backend(values));
+    CACHALOT_TRY(const TensorView x, make(backend_, act_, {n, h}));
+    CACHALOT_TRY(const TensorView u, make(backend_, act_, {n, h}));
+    CACHALOT_TRY(const TensorView o, make(backend_, act_, {n, h}));
+    CACHALOT_TRY(const TensorView qkv, make(backend_, act_, {n, 3 * h}));
+    CACHALOT_TRY(const TensorView hidden, make(backend_, act_, {n, config_.intermediate_size}));
     CACHALOT_TRY(const TensorView rope, rope_table());
     CACHALOT_RETURN_IF_ERROR(dense(pixels, w_.patch_embed, x));
     for (const VisionBlockWeights& block : w_.blocks) {
@@ -73,16 +86,53 @@ class Encoder {
           ctx_, {.x = hidden, .weight = block.mlp_w2, .bias = {}, .residual = x, .y = x}));
     }
     CACHALOT_RETURN_IF_ERROR(norm(x, w_.norm, u));
-    const TensorView cells = make_cells(u);
+    CACHALOT_TRY(const TensorView cells, make_cells(u));
     const int64_t d = w_.aligner_w2.weight.out;
-    const TensorView between = make({cells.dim(0), d}), rows = make({cells.dim(0), d});
+    CACHALOT_TRY(const TensorView between, make(backend_, act_, {cells.dim(0), d}));
+    CACHALOT_TRY(const TensorView rows, make(backend_, act_, {cells.dim(0), d}));
     CACHALOT_RETURN_IF_ERROR(dense(cells, w_.aligner_w1, between, ops::DenseFunction::kGelu));
     CACHALOT_RETURN_IF_ERROR(dense(between, w_.aligner_w2, rows));
-    return lay_out(rows);
+    CACHALOT_TRY(const TensorView on_the_host, on_host(rows));
+    return lay_out(on_the_host);
   }
 
  private:
-  TensorView make(const Shape& shape) { return memory_.allocate(act_, shape); }
+  bool on_device() const { return backend_.device() != Device::kCpu; }
+
+  // A tensor that lives as long as the encoder.
+  Result<TensorView> make(ops::Memory& memory, DType dtype, const Shape& shape) {
+    CACHALOT_TRY(ops::Buffer buffer,
+                 ops::Buffer::allocate(memory, shape.elements() * dtype_bytes(dtype)));
+    buffers_.push_back(std::move(buffer));
+    return TensorView(buffers_.back().data(), dtype, shape, memory.device());
+  }
+  // The same values where the ops or where the host can reach them, once the ops before have run.
+  Result<TensorView> on_backend(const TensorView& x) {
+    if (!on_device()) {
+      return x;
+    }
+    CACHALOT_TRY(const TensorView copy, make(backend_, x.dtype, x.shape));
+    CACHALOT_RETURN_IF_ERROR(backend_.write(copy.data, x.data, x.bytes(), ctx_.stream));
+    return copy;
+  }
+  Result<TensorView> on_host(const TensorView& x) {
+    if (!on_device()) {
+      return x;
+    }
+    CACHALOT_TRY(const TensorView copy, make(host_, x.dtype, x.shape));
+    CACHALOT_RETURN_IF_ERROR(backend_.read(copy.data, x.data, x.bytes(), ctx_.stream));
+    return copy;
+  }
+
+  Status make_scratch(int64_t values) {
+    if (on_device()) {
+      const int64_t bytes = kDeviceScratchBytes + 2 * values * dtype_bytes(act_);
+      CACHALOT_TRY(const TensorView block, make(backend_, DType::kU8, {bytes}));
+      scratch_ = Arena(block.data, bytes, backend_.device());
+    }
+    ctx_.scratch = &scratch_;
+    return {};
+  }
 
   Status norm(const TensorView& x, const TensorView& weight, const TensorView& y) {
     return ops::rms_norm(ctx_, {.x = x, .norm = weight, .rms_eps = kNormEps, .y = y});
@@ -99,18 +149,23 @@ class Encoder {
 
   // [N, K/2, 2]: the angles of the patch's row, then those of its column.
   Result<TensorView> rope_table() {
-    const std::vector<float> frequency = vision_frequencies(config_);
+    std::vector<float> frequency = vision_frequencies(config_);
     const auto quarter = static_cast<int64_t>(frequency.size());
     const int64_t most = std::max(grid_.rows, grid_.columns);
-    const TensorView position = memory_.allocate(DType::kI32, {most});
+    CACHALOT_TRY(const TensorView position, make(host_, DType::kI32, {most}));
     std::iota(position.as<int32_t>(), position.as<int32_t>() + most, 0);
-    const TensorView frequencies = memory_.allocate(DType::kF32, {quarter});
-    std::ranges::copy(frequency, frequencies.as<float>());
-    const TensorView axis = memory_.allocate(DType::kF32, {most, quarter, 2});
+    CACHALOT_TRY(const TensorView axis, make(host_, DType::kF32, {most, quarter, 2}));
+    Arena scratch;
+    ops::OpContext host{.backend = on_device() ? ops::Backend::kCpu : ctx_.backend,
+                        .pool = ctx_.pool,
+                        .scratch = &scratch};
     CACHALOT_RETURN_IF_ERROR(
-        ops::rope_table(ctx_, {.position = position, .frequency = frequencies, .table = axis}));
-    const TensorView table =
-        memory_.allocate(DType::kF32, {grid_.rows * grid_.columns, 2 * quarter, 2});
+        ops::rope_table(host,
+                        {.position = position,
+                         .frequency = {frequency.data(), DType::kF32, {quarter}},
+                         .table = axis}));
+    const Shape shape{grid_.rows * grid_.columns, 2 * quarter, 2};
+    CACHALOT_TRY(const TensorView table, make(host_, DType::kF32, shape));
     float* to = table.as<float>();
     for (int64_t row = 0; row < grid_.rows; ++row) {
       for (int64_t column = 0; column < grid_.columns; ++column) {
@@ -118,14 +173,16 @@ class Encoder {
         to = std::copy_n(axis.as<float>() + column * 2 * quarter, 2 * quarter, to);
       }
     }
-    return table;
+    return on_backend(table);
   }
 
   // Squares of patches side by side, [cells, H * S * S] in (channel, row, column) order; zeros
   // where a square reaches over the right or the lower edge.
-  TensorView make_cells(const TensorView& x) {
+  Result<TensorView> make_cells(const TensorView& patch_rows) {
     const int64_t h = config_.hidden_size, s = config_.downsample_ratio;
-    const TensorView cells = make({cell_rows_ * cell_columns_, h * s * s});
+    CACHALOT_TRY(const TensorView x, on_host(patch_rows));
+    CACHALOT_TRY(const TensorView cells,
+                 make(host_, act_, {cell_rows_ * cell_columns_, h * s * s}));
     const auto gather = [&]<class T>(const T* from, T* to) {
       std::fill_n(to, cells.shape.elements(), T{});
       for (int64_t row = 0; row < grid_.rows; ++row) {
@@ -143,7 +200,7 @@ class Encoder {
     } else {
       gather(x.as<float>(), cells.as<float>());
     }
-    return cells;
+    return on_backend(cells);
   }
 
   // The cells' rows among the learned vectors of the other slots.
@@ -169,10 +226,13 @@ class Encoder {
   const VisionConfig& config_;
   const VisionWeights& w_;
   ops::OpContext ctx_;
+  ops::Memory& backend_;
+  ops::Memory& host_ = ops::host_memory();
   DType act_;
   ImageGrid grid_;
   int64_t cell_rows_, cell_columns_;
-  Arena memory_, scratch_;
+  std::vector<ops::Buffer> buffers_;
+  Arena scratch_;
 };
 
 }  // namespace
@@ -187,12 +247,11 @@ TensorView ImageRows::view() const {
   return {const_cast<uint8_t*>(bytes.data()), dtype, {slots, width}};
 }
 
-VisionTower::VisionTower(const Model& model, const ops::OpContext& context, Precision precision)
-    : model_(&model), context_(context), act_(activation_dtype(precision)) {
-  if (context_.backend == ops::Backend::kCuda) {
-    context_.backend = ops::Backend::kCpu;
-  }
-}
+VisionTower::VisionTower(const Model& model,
+                         const ops::OpContext& context,
+                         ops::Memory& memory,
+                         Precision precision)
+    : model_(&model), context_(context), memory_(&memory), act_(activation_dtype(precision)) {}
 
 Result<VisionTower> VisionTower::create(const Model& model,
                                         const ops::OpContext& context,
@@ -200,7 +259,8 @@ Result<VisionTower> VisionTower::create(const Model& model,
   if (model.weights.vision.blocks.empty()) {
     return error(Code::kFailedPrecondition, "the model has no vision tower");
   }
-  return VisionTower(model, context, precision);
+  CACHALOT_TRY(ops::Memory* const memory, ops::backend_memory(context.backend));
+  return VisionTower(model, context, *memory, precision);
 }
 
 Result<ImageRows> VisionTower::encode(const TensorView& patches,
@@ -224,7 +284,7 @@ Result<ImageRows> VisionTower::encode(const TensorView& patches,
                    to_string(patches.shape),
                    to_string(shape));
   }
-  return Encoder(*model_, context_, act_, grid).run(patches, stop);
+  return Encoder(*model_, context_, *memory_, act_, grid).run(patches, stop);
 }
 
 }  // namespace cachalot::model

@@ -1,7 +1,7 @@
 // The image encoder: pixels to rows of the language model.
 //
-// It runs on host threads whatever backend the language model has, and an image alone: its rows
-// depend on its pixels, the weights and the precision, on nothing else.
+// It encodes an image alone: its rows depend on its pixels, the weights, the precision and the
+// backend, on nothing else.
 #pragma once
 
 #include <cstdint>
@@ -12,6 +12,7 @@
 #include "model/model.h"
 #include "model/step.h"
 #include "ops/context.h"
+#include "ops/memory.h"
 
 namespace cachalot::model {
 
@@ -38,26 +39,32 @@ struct ImageRows {
 
 class VisionTower {
  public:
-  // `context` names the backend and the threads; a device's stands for cpu. The model, whose
-  // weights are read, must outlive the tower. Errors: the model has no vision tower.
+  // `context` names the backend, in whose memory the model's weights lie, its threads and stream.
+  // The model must outlive the tower. Errors: the model has no vision tower; the backend's device
+  // is not there.
   static Result<VisionTower> create(const Model& model,
                                     const ops::OpContext& context,
                                     Precision precision);
 
   // patches [rows * columns, 3 * patch * patch] f32 or bf16, row by row of the grid, each in
   // (channel, row, column) order with values (x / 255 - 0.5) / 0.5. The result has the activation
-  // dtype. `stop` is asked before each block. Calls may run at the same time if they have no thread
-  // pool in common. Errors: an empty grid or one of more than max_image_tokens slots, other shapes
-  // or dtypes; kCancelled: `stop` returned true.
+  // dtype and lies in host memory, as the patches do. `stop` is asked before each block. Calls may
+  // run at the same time if they have no thread pool in common. Errors: an empty grid or one of
+  // more than max_image_tokens slots, other shapes or dtypes; kCancelled: `stop` returned true;
+  // kResourceExhausted: no memory for the image.
   Result<ImageRows> encode(const TensorView& patches,
                            ImageGrid grid,
                            const std::function<bool()>& stop = {}) const;
 
  private:
-  VisionTower(const Model& model, const ops::OpContext& context, Precision precision);
+  VisionTower(const Model& model,
+              const ops::OpContext& context,
+              ops::Memory& memory,
+              Precision precision);
 
   const Model* model_;
   ops::OpContext context_;
+  ops::Memory* memory_;
   DType act_;
 };
 

@@ -189,7 +189,7 @@ struct VisionWeights {
   TensorView norm;                                   // [H]
   BiasedWeight aligner_w1;                           // [D, H * downsample * downsample]
   BiasedWeight aligner_w2;                           // [D, D]
-  TensorView image_start, image_newline, image_end;  // [D]
+  TensorView image_start, image_newline, image_end;  // [D], always in host memory
 };
 
 struct ModelWeights {
@@ -198,7 +198,7 @@ struct ModelWeights {
   TensorView norm;    // [D]
   std::vector<LayerWeights> layers;
   DraftWeights draft;
-  VisionWeights vision;  // always in host memory; empty: no vision tower
+  VisionWeights vision;  // empty: no vision tower
 };
 
 // The memory of a stored tensor by its name.

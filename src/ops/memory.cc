@@ -29,6 +29,11 @@ class HostStaging : public Staging {
   std::vector<uint8_t> piece_;
 };
 
+class NoStream : public BackgroundStream {
+ public:
+  void* handle() const override { return nullptr; }
+};
+
 class HostMemory : public Memory {
  public:
   Device device() const override { return Device::kCpu; }
@@ -56,6 +61,9 @@ class HostMemory : public Memory {
   Result<std::unique_ptr<Staging>> staging(int64_t piece_bytes, int) override {
     return std::unique_ptr<Staging>(std::make_unique<HostStaging>(piece_bytes));
   }
+  Result<std::unique_ptr<BackgroundStream>> background_stream() override {
+    return std::unique_ptr<BackgroundStream>(std::make_unique<NoStream>());
+  }
   Result<int64_t> available() override {
     return static_cast<int64_t>(sysconf(_SC_AVPHYS_PAGES)) * sysconf(_SC_PAGESIZE);
   }
@@ -63,12 +71,16 @@ class HostMemory : public Memory {
 
 }  // namespace
 
+Memory& host_memory() {
+  static HostMemory memory;
+  return memory;
+}
+
 Result<Memory*> backend_memory(Backend backend) {
   if (backend == Backend::kCuda) {
     return cuda_memory();
   }
-  static HostMemory memory;
-  return static_cast<Memory*>(&memory);
+  return &host_memory();
 }
 
 Result<Buffer> Buffer::allocate(Memory& memory, int64_t bytes) {

@@ -22,6 +22,15 @@ class Staging {
   virtual Status send(void* target, const void* piece, int64_t bytes, void* stream) = 0;
 };
 
+// A queue of ops and copies beside the default one, for work that nobody waits for at once: where
+// both have something to do, the default one goes first.
+class BackgroundStream {
+ public:
+  virtual ~BackgroundStream() = default;
+
+  virtual void* handle() const = 0;  // for OpContext::stream
+};
+
 // Of the host or of one device. Copies are ordered with the ops of their stream (null: the default
 // stream); on the host they happen at once. Thread-safe.
 class Memory {
@@ -39,9 +48,13 @@ class Memory {
   virtual Status copy(void* target, const void* source, int64_t bytes, void* stream) = 0;
   // kResourceExhausted if there is no memory for the pieces.
   virtual Result<std::unique_ptr<Staging>> staging(int64_t piece_bytes, int pieces) = 0;
+  // On the host its handle is null.
+  virtual Result<std::unique_ptr<BackgroundStream>> background_stream() = 0;
   // Bytes that allocate() could still give, now.
   virtual Result<int64_t> available() = 0;
 };
+
+Memory& host_memory();
 
 // The memory that a backend's ops work on. kUnavailable if its device is not there, kUnimplemented
 // if the build lacks it.

@@ -330,8 +330,7 @@ struct TopLogitsArgs {
 constexpr int64_t kMostTopLogits = 1024;
 [[nodiscard]] Status top_logits(OpContext& ctx, const TopLogitsArgs& args);
 
-// The image encoder. Its ops run in host memory, whatever backend a step has: they have no kernels
-// for devices. ------------------------------------------------------------------------------------
+// The image encoder. ------------------------------------------------------------------------------
 
 // y = residual + f(x W^T + bias). BF16 rounds the biased product, f of it, and the sum.
 enum class DenseFunction : uint8_t {

@@ -40,7 +40,9 @@ std::vector<T> values(const io::SafetensorsFile& file, const std::string& name) 
 
 Status dump(const Job& job) {
   RuntimeOptions options;
-  options.backend = job.backend == "ref" ? ops::Backend::kRef : ops::Backend::kCpu;
+  options.backend = job.backend == "ref"    ? ops::Backend::kRef
+                    : job.backend == "cuda" ? ops::Backend::kCuda
+                                            : ops::Backend::kCpu;
   options.precision = job.precision == "f32" ? model::Precision::kF32 : model::Precision::kOfficial;
   options.threads = 1;
   CACHALOT_TRY(const auto runtime, Runtime::open(job.model, options));
@@ -88,7 +90,8 @@ Status dump(const Job& job) {
       row += images;
     }
     CACHALOT_RETURN_IF_ERROR(cache->reserve(begin + n));
-    CACHALOT_TRY(const TensorView logits, runner->run({&step, 1}, &observer));
+    CACHALOT_TRY(const TensorView on_backend, runner->run({&step, 1}, &observer));
+    CACHALOT_TRY(const TensorView logits, runner->on_host(on_backend));
     const int32_t first = static_cast<int32_t>(begin);
     observer.visit("logits", logits, {{}, {&first, 1}});
     CACHALOT_RETURN_IF_ERROR(runner->commit({&n, 1}));

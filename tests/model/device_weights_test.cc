@@ -12,13 +12,16 @@ namespace cachalot::model {
 namespace {
 
 struct Source {
-  std::vector<float> embed{1, 2, 3, 4}, values{5, 6, 7, 8, 9, 10};
+  std::vector<float> embed{1, 2, 3, 4}, values{5, 6, 7, 8, 9, 10}, bias{11}, start{12};
   ModelWeights weights;
 
   Source() {
     weights.embed.values = {embed.data(), DType::kF32, {2, 2}};
     weights.layers.resize(2);
     weights.layers[1].engram.table.values = {values.data(), DType::kF32, {3, 2}};
+    weights.vision.blocks.resize(1);
+    weights.vision.blocks[0].wqkv.bias = {bias.data(), DType::kF32, {1}};
+    weights.vision.image_start = {start.data(), DType::kF32, {1}};
   }
 };
 
@@ -37,6 +40,10 @@ TEST(DeviceWeights, TablesLieWhereTheyShould) {
     const ModelWeights& got = made->weights;
     EXPECT_TRUE(is_copy(got.embed.values, source.weights.embed.values));
     EXPECT_TRUE(got.layers[0].engram.table.values.empty());
+    EXPECT_TRUE(
+        is_copy(got.vision.blocks[0].wqkv.bias, source.weights.vision.blocks[0].wqkv.bias));
+    // What the host lays out stays with it.
+    EXPECT_EQ(got.vision.image_start.data, source.start.data());
     // Tables of 24 bytes are less than a quarter of any memory.
     if (place == TablePlace::kHost) {
       EXPECT_EQ(got.layers[1].engram.table.values.data, table.data);

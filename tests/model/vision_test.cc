@@ -109,10 +109,6 @@ TEST_F(VisionTowerTest, ThreadsAndDtypeDoNotMatter) {
     EXPECT_EQ(tower(&pool).encode(view(values), grid)->bytes, expected);
   }
   EXPECT_EQ(tower().encode({narrow.data(), DType::kBF16, {99, 48}}, grid)->bytes, expected);
-  // Host threads encode for a device, too.
-  EXPECT_EQ(
-      tower(nullptr, Precision::kOfficial, ops::Backend::kCuda).encode(view(values), grid)->bytes,
-      expected);
 }
 
 // Both axes have their places: neither a turned nor a reordered image is the same.

@@ -5,44 +5,21 @@
 
 #include "tests/support/compare.h"
 #include "tests/support/context.h"
-#include "tests/support/random.h"
+#include "tests/support/dense.h"
 
 namespace cachalot::ops {
 namespace {
 
+using test::AttendInput;
 using test::Buffer;
 using test::close;
+using test::dense_tolerance;
+using test::DenseInput;
+using test::kFunctions;
 using test::Random;
-using test::random_weight;
+using test::random_attend;
+using test::random_dense;
 using test::same_bits;
-using test::WeightBuffer;
-
-constexpr DenseFunction kFunctions[] = {
-    DenseFunction::kIdentity, DenseFunction::kGelu, DenseFunction::kSwiglu};
-
-struct DenseInput {
-  Buffer x, bias, residual;
-  WeightBuffer weight;
-  DenseFunction function = DenseFunction::kIdentity;
-  bool biased = false, adds = false;
-};
-
-DenseInput random_dense(
-    Random& random, int64_t rows, int64_t in, int64_t out, DType act, DenseFunction function) {
-  DenseInput input;
-  const bool bf16_weight = random.integer(0, 2) == 0;
-  const int64_t width = function == DenseFunction::kSwiglu ? out / 2 : out;
-  input.x = random.activations(act, {rows, in});
-  input.weight = random_weight(random,
-                               bf16_weight ? WeightFormat::kBF16 : WeightFormat::kF32,
-                               out,
-                               in,
-                               0.7 / std::sqrt(static_cast<double>(in)));
-  input.bias = random.normals(bf16_weight ? DType::kBF16 : DType::kF32, {out}, 0.3);
-  input.residual = random.normals(act, {rows, width});
-  input.function = function;
-  return input;
-}
 
 Buffer run_dense(OpContext& ctx, const DenseInput& in, int64_t first = 0, int64_t rows = -1) {
   rows = rows < 0 ? in.x.shape[0] : rows;
@@ -57,15 +34,6 @@ Buffer run_dense(OpContext& ctx, const DenseInput& in, int64_t first = 0, int64_
              .y = y.view()});
   EXPECT_TRUE(status.ok()) << status.message();
   return y;
-}
-
-// FP32: SwiGLU multiplies two sums, each within test::kDotF32. BF16: a value on the other side of a
-// boundary before `function` or the product of SwiGLU moves the output by another ulp each, and by
-// an ulp of what is added to the residual: three ulps in all.
-constexpr test::Tolerance kDenseF32 = {2.4e-5, 2e-6};
-constexpr test::Tolerance kDenseBf16 = {0x1.0p-7, 3 * 0x1.0p-7, 1e-5};
-constexpr const test::Tolerance& dense_tolerance(DType act) {
-  return act == DType::kBF16 ? kDenseBf16 : kDenseF32;
 }
 
 struct DenseCase {
@@ -160,23 +128,6 @@ TEST(Dense, ContradictingArgumentsAreRefused) {
   args = good;
   args.weight.format = WeightFormat::kFp8Block;
   EXPECT_TRUE(refused(args));
-}
-
-struct AttendInput {
-  Buffer qkv, rope;
-  int64_t heads = 0;
-};
-
-AttendInput random_attend(Random& random, int64_t rows, int64_t heads, int64_t k, DType act) {
-  AttendInput in{random.normals(act, {rows, 3 * heads * k}, 1.2),
-                 Buffer(DType::kF32, {rows, k / 2, 2}),
-                 heads};
-  for (int64_t i = 0; i < rows * k / 2; ++i) {
-    const double angle = random.uniform(0, 6);
-    in.rope.set(2 * i, static_cast<float>(std::cos(angle)));
-    in.rope.set(2 * i + 1, static_cast<float>(std::sin(angle)));
-  }
-  return in;
 }
 
 Buffer run_attend(OpContext& ctx, const AttendInput& in) {

@@ -19,18 +19,6 @@ constexpr float kLog2e = 1.4426950408889634f;
 constexpr float kCacheScale = 128.0f;  // both row kinds unpack to 2^-7 of their value
 static_assert(kKeyBlock == 64 && kHeads == 64);
 
-// Byte of 16-byte piece `piece` of row `row` in a tile.
-__device__ __forceinline__ int tile_place(int row, int piece) {
-  return row * 128 + (piece ^ row % 8) * 16;
-}
-
-// 2^x; results below 2^-126 are zero.
-__device__ __forceinline__ float exp2_flushed(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
 // Unpacking
 // -------------------------------------------------------------------------------------------
 

@@ -31,6 +31,8 @@ const KernelSet& cuda_kernels() {
       .head = {{"cuda", cuda::head}},
       .draft_head = {{"cuda", cuda::draft_head}},
       .top_logits = {{"cuda", cuda::top_logits, cuda::top_logits_supports}},
+      .dense = {{"cuda", cuda::dense}},
+      .dense_attend = {{"cuda", cuda::dense_attend}},
   };
   return kSet;
 }

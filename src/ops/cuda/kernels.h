@@ -53,4 +53,9 @@ Status draft_head(OpContext& ctx, const DraftHeadArgs& args);
 Status top_logits(OpContext& ctx, const TopLogitsArgs& args);
 bool top_logits_supports(const TopLogitsArgs& args);
 
+// Scratch: 64 MiB, and a weight of K that is no multiple of 256 once more.
+Status dense(OpContext& ctx, const DenseArgs& args);
+// Scratch: q and k.
+Status dense_attend(OpContext& ctx, const DenseAttendArgs& args);
+
 }  // namespace cachalot::ops::cuda

@@ -66,6 +66,29 @@ class CudaStaging : public Staging {
   size_t now_ = 0;
 };
 
+class CudaStream : public BackgroundStream {
+ public:
+  static Result<std::unique_ptr<BackgroundStream>> make() {
+    int least = 0, greatest = 0;
+    cudaStream_t stream = nullptr;
+    CACHALOT_RETURN_IF_ERROR(
+        cuda_error(cudaDeviceGetStreamPriorityRange(&least, &greatest), "stream"));
+    CACHALOT_RETURN_IF_ERROR(
+        cuda_error(cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking, least), "stream"));
+    return std::unique_ptr<BackgroundStream>(new CudaStream(stream));
+  }
+  ~CudaStream() override { static_cast<void>(cudaStreamDestroy(stream_)); }
+  CudaStream(const CudaStream&) = delete;
+  CudaStream& operator=(const CudaStream&) = delete;
+
+  void* handle() const override { return stream_; }
+
+ private:
+  explicit CudaStream(cudaStream_t stream) : stream_(stream) {}
+
+  cudaStream_t stream_;
+};
+
 class CudaMemory : public Memory {
  public:
   Device device() const override { return Device::kCuda; }
@@ -89,6 +112,9 @@ class CudaMemory : public Memory {
   }
   Result<std::unique_ptr<Staging>> staging(int64_t piece_bytes, int pieces) override {
     return CudaStaging::make(piece_bytes, pieces);
+  }
+  Result<std::unique_ptr<BackgroundStream>> background_stream() override {
+    return CudaStream::make();
   }
   Result<int64_t> available() override {
     size_t free = 0, total = 0;

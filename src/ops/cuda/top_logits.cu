@@ -60,12 +60,6 @@ struct Problem {
   int k;
 };
 
-__device__ __forceinline__ float exp2_approx(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
 // Factors of exponents: at temperature 1, at the row's.
 __device__ __forceinline__ float mass_scale(const Problem& p, int64_t row, int which) {
   // Finite, so that it leaves 0 what it is.
@@ -131,8 +125,8 @@ __global__ void __launch_bounds__(kScanThreads) scan_kernel(const __grid_constan
 #pragma unroll
       for (int e = 0; e < kVector; ++e) {
         const float below = x[j][e] - best;
-        mass[0] += exp2_approx(below * kLog2E);
-        mass[1] += exp2_approx(below * scale);
+        mass[0] += exp2_flushed(below * kLog2E);
+        mass[1] += exp2_flushed(below * scale);
       }
     }
   } else {
@@ -336,7 +330,7 @@ __global__ void __launch_bounds__(kRankThreads) rank_kernel(const __grid_constan
     float sum = 0;
     for (int i = lane; i < p.parts_of_row; i += kWarp) {
       const Part part = p.parts[row * p.parts_of_row + i];
-      const float rescale = part.best == best ? 1.0f : exp2_approx((part.best - best) * scale);
+      const float rescale = part.best == best ? 1.0f : exp2_flushed((part.best - best) * scale);
       sum = fmaf(which == 0 ? part.mass[0] : part.mass[1], rescale, sum);
     }
     sum = warp_sum(sum);

@@ -202,9 +202,22 @@ __device__ __forceinline__ void wgmma_fp8(float (&d)[16][4], const uint32_t (&a)
 #undef CACHALOT_ACC4
 #undef CACHALOT_ACC
 
+// Byte of 16-byte piece `piece` of row `row` in a swizzled operand of rows of 128 bytes.
+__device__ __forceinline__ int tile_place(int row, int piece) {
+  return row * 128 + (piece ^ row % 8) * 16;
+}
+
 // Four 8 x 8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8.
 __device__ __forceinline__ void load_matrices(uint32_t (&r)[4], const void* row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(shared_address(row))
+               : "memory");
+}
+
+// The same, transposed: lane l gets elements (2 (l % 4) + i, l / 4) in halves i of its registers.
+__device__ __forceinline__ void load_matrices_transposed(uint32_t (&r)[4], const void* row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                : "r"(shared_address(row))
                : "memory");
@@ -333,6 +346,13 @@ __device__ __forceinline__ uint32_t mul_bf16x2(uint32_t a, uint32_t b) {
   uint32_t d;
   asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
   return d;
+}
+
+// 2^x to two units in the last place; results below 2^-126 are zero.
+__device__ __forceinline__ float exp2_flushed(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
 }
 
 // 1 / x to within the last bit, for x and 1 / x that are not subnormal.
