@@ -184,13 +184,18 @@ class Encoder {
     CACHALOT_TRY(const TensorView cells,
                  make(host_, act_, {cell_rows_ * cell_columns_, h * s * s}));
     const auto gather = [&]<class T>(const T* from, T* to) {
-      std::fill_n(to, cells.shape.elements(), T{});
-      for (int64_t row = 0; row < grid_.rows; ++row) {
-        for (int64_t column = 0; column < grid_.columns; ++column) {
-          const int64_t cell = row / s * cell_columns_ + column / s;
-          T* place = to + cell * h * s * s + row % s * s + column % s;
-          for (int64_t channel = 0; channel < h; ++channel) {
-            place[channel * s * s] = *from++;
+      std::vector<const T*> patches(static_cast<size_t>(s * s));
+      for (int64_t cell = 0; cell < cells.dim(0); ++cell) {
+        for (int64_t i = 0; i < s * s; ++i) {
+          const int64_t row = cell / cell_columns_ * s + i / s;
+          const int64_t column = cell % cell_columns_ * s + i % s;
+          patches[static_cast<size_t>(i)] = row < grid_.rows && column < grid_.columns
+                                                ? from + (row * grid_.columns + column) * h
+                                                : nullptr;
+        }
+        for (int64_t channel = 0; channel < h; ++channel) {
+          for (const T* patch : patches) {
+            *to++ = patch == nullptr ? T{} : patch[channel];
           }
         }
       }

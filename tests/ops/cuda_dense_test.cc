@@ -36,11 +36,16 @@ struct DenseCase {
   int64_t rows, in, out;
 };
 
-// K of whole chunks and not (the pixels of a patch), few and many rows.
+// K of whole chunks and not (the pixels of a patch), few and many rows; a weight that takes longer
+// to pad than its input.
 TEST_F(CudaDense, MatchesRef) {
   Random random(1);
-  for (const DenseCase& c :
-       {DenseCase{1, 1, 2}, {3, 33, 62}, {5, 256, 128}, {97, 588, 72}, {131, 512, 192}}) {
+  for (const DenseCase& c : {DenseCase{1, 1, 2},
+                             {3, 33, 62},
+                             {5, 256, 128},
+                             {97, 588, 72},
+                             {131, 512, 192},
+                             {9, 588, 2400}}) {
     for (DenseFunction function : test::kFunctions) {
       for (DType act : {DType::kF32, DType::kBF16}) {
         DenseInput in = test::random_dense(random, c.rows, c.in, c.out, act, function);

@@ -21,12 +21,14 @@ constexpr int kThreads = 256;
 constexpr int64_t kSumsBytes = int64_t{32} << 20;
 constexpr int64_t kRowTile = 128;
 
-// out [rows, to] = in [rows, from] with zeros behind.
+// out [rows, to] = in [rows, from] with zeros behind. The linear reads its weights before it waits,
+// so the kernel in front of it, which pads the input, lets it start only after its own wait, which
+// covers the weights.
 template <class T>
 __global__ void __launch_bounds__(kThreads)
     pad_kernel(const T* in, int64_t rows, int64_t from, int64_t to, T* out) {
-  allow_next_kernel();
   wait_for_previous_kernels();
+  allow_next_kernel();
   const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   if (i < rows * to) {
     const int64_t column = i % to;
