@@ -26,10 +26,11 @@ class Corpus {
   //   *.jsonl        one document per line: {"text": ...}, {"tokens": [...]} with an optional
   //                  "learn" (1 or 0 per token: does its prediction count?), or a chat request with
   //                  "messages", whose last message, the assistant's, is what is learned;
-  //   *.safetensors  pre-tokenized: "tokens" I32 [N] and "begin" I64 [documents + 1];
+  //   *.safetensors  pre-tokenized: "tokens" I32 [N] and "begin" I64 [documents + 1], which
+  //                  ascends from 0 to N: every token belongs to a document;
   //   anything else  one document of plain text.
   // Text becomes BOS, its tokens, EOS; a chat is rendered as the server would. Errors name the file
-  // and the line.
+  // and the line or document.
   Status add(const std::string& path,
              const text::Tokenizer& tokenizer,
              const DocumentTokens& tokens,
