@@ -228,6 +228,19 @@ Status Corpus::add(const std::string& path,
   return append(std::move(document), control, path);
 }
 
+std::string Corpus::summary() const {
+  uint64_t digest = 0xcbf29ce484222325;  // FNV-1a over whole elements
+  const auto add = [&](const auto& values) {
+    for (const auto value : values) {
+      digest = (digest ^ static_cast<uint64_t>(value)) * 0x100000001b3;
+    }
+  };
+  add(tokens_);
+  add(learn_);
+  add(begin_);
+  return fmt::format("{} documents, {} tokens, digest {:016x}", documents(), tokens(), digest);
+}
+
 Sample Corpus::sample(int64_t document, int64_t begin, int64_t length) const {
   const auto at = static_cast<size_t>(begin_[static_cast<size_t>(document)] + begin);
   const auto n = static_cast<size_t>(length);

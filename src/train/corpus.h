@@ -38,6 +38,8 @@ class Corpus {
 
   int64_t documents() const { return static_cast<int64_t>(begin_.size()) - 1; }
   int64_t tokens() const { return begin_.back(); }
+  // How much of what it holds, with a digest that tells texts apart by accident, not by intent.
+  std::string summary() const;
   std::span<const int32_t> document(int64_t index) const {
     return std::span(tokens_).subspan(static_cast<size_t>(begin_[static_cast<size_t>(index)]),
                                       static_cast<size_t>(length(index)));

@@ -200,11 +200,14 @@ Status Trainer::check_mixing(const RunPosition& position, const char* key) const
 
 Status Trainer::start(bool resume) {
   const std::string log_path = config_.out + "/log.jsonl";
+  Settings settings = step_settings_of(config_);
+  settings["data.train"] = json_quote(corpus_.summary());
   if (resume) {
     saved_step_ = saved_steps(config_.out).back();
-    CACHALOT_TRY(
-        position_,
-        load_state(state_path(config_.out, saved_step_), *parameters_, &optimizer_->states()));
+    const std::string state = state_path(config_.out, saved_step_);
+    CACHALOT_TRY(position_, load_state(state, *parameters_, &optimizer_->states()));
+    CACHALOT_RETURN_IF_ERROR(
+        check_resumed(settings, position_.settings, position_.tokens).with(state));
     CACHALOT_RETURN_IF_ERROR(check_mixing(position_, "run.out"));
     CACHALOT_RETURN_IF_ERROR(cut_log(log_path, position_.step));
   } else {
@@ -227,6 +230,7 @@ Status Trainer::start(bool resume) {
     CACHALOT_RETURN_IF_ERROR(write_file(config_.out + "/tokenizer.json", model_.tokenizer_json));
     CACHALOT_RETURN_IF_ERROR(write_file(log_path, ""));
   }
+  position_.settings = std::move(settings);
   parameters_->apply(config_.forward.quant, &pool_);
   return {};
 }

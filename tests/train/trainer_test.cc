@@ -123,6 +123,42 @@ TEST_F(TrainerTest, RefusesToMixRuns) {
   EXPECT_NE(train(run, true).message().find("state-00000004"), std::string::npos);
 }
 
+// Only the settings and the data that a run began with give the bits of a run that was never
+// interrupted.
+TEST_F(TrainerTest, ResumesWithItsOwnSettingsAndData) {
+  RunConfig run = config("run");
+  run.steps = 2;
+  ASSERT_TRUE(train(run, false).ok());
+  run.steps = 3;
+  const auto refused = [&](const RunConfig& changed, const std::string& text) {
+    const Status status = train(changed, true);
+    EXPECT_EQ(status.code(), Code::kFailedPrecondition);
+    EXPECT_NE(status.message().find(state_path(run.out, 2) + ": " + text), std::string::npos)
+        << status.message();
+  };
+  RunConfig changed = run;
+  changed.clip = 0.5;
+  refused(changed, "optimizer.clip is 0.5; the run so far had 1");
+  changed = run;
+  changed.set = {"index_topk=3"};
+  refused(changed, "model.set is [\"index_topk=3\"]; the run so far had []");
+  // The data may move, but must be the same.
+  changed = run;
+  ASSERT_TRUE(
+      write_file(directory_.file("moved.jsonl"), *read_file(directory_.file("data.jsonl"))).ok());
+  changed.train[0].path = directory_.file("moved.jsonl");
+  changed.checkpoint_every = 1;
+  ASSERT_TRUE(train(changed, true).ok());
+  run.steps = 4;
+  ASSERT_TRUE(write_file(directory_.file("data.jsonl"), "{\"tokens\": [4, 5]}\n").ok());
+  const Status status = train(run, true);
+  EXPECT_NE(status.message().find("data.train is \"1 documents, 2 tokens, digest "),
+            std::string::npos)
+      << status.message();
+  EXPECT_NE(status.message().find("the run so far had \"60 documents, "), std::string::npos)
+      << status.message();
+}
+
 // A mixing that the architecture does not have trains and is evaluated, and nothing mistakes its
 // weights for the architecture's.
 TEST_F(TrainerTest, KeepsOtherMixingsApart) {
