@@ -270,7 +270,7 @@ Status write_shard_index(const std::string& directory,
                         json_quote(entries[i].file));
   }
   text += "\n  }\n}\n";
-  return write_file(directory + "/" + kIndexName, text);
+  return replace_file(directory + "/" + kIndexName, text);
 }
 
 }  // namespace cachalot::io

@@ -293,7 +293,7 @@ Status export_run(const std::string& folder,
   if (step_of(nlohmann::json::parse(text, nullptr, false)) != step) {
     return {};
   }
-  return write_file(target, text);
+  return replace_file(target, text);
 }
 
 }  // namespace cachalot::train

@@ -102,13 +102,15 @@ TEST_F(TrainerTest, LearnsAndResumesToTheBit) {
   ASSERT_TRUE(write_file(part.out + "/log.jsonl",
                          *read_file(part.out + "/log.jsonl") + "{\"step\": 7, \"lo")
                   .ok());
-  ASSERT_TRUE(write_file(state_path(part.out, 6) + ".tmp", "torn").ok());
+  const std::string torn = state_path(part.out, 6) + ".12-0.tmp";
+  ASSERT_TRUE(write_file(torn, "torn").ok());
   part.steps = whole.steps;
   part.threads = 2;
   ASSERT_TRUE(train(part, true).ok());
   EXPECT_EQ(curve(part.out), lines);
   EXPECT_EQ(*read_file(state_path(part.out, 8)), *read_file(state_path(whole.out, 8)));
   EXPECT_EQ(saved_steps(part.out), (std::vector<int64_t>{4, 8}));
+  EXPECT_FALSE(file_exists(torn));
 }
 
 TEST_F(TrainerTest, RefusesToMixRuns) {
@@ -388,9 +390,11 @@ TEST_F(TrainerTest, TrainsTheDrafterBehindAFrozenBackbone) {
       nlohmann::json::parse(*read_file(out + "/" + model::kDraftCalibrationFile));
   EXPECT_EQ(calibration["temperatures"].size(), 3u);
   EXPECT_LE(calibration["ece_after"], calibration["ece_before"]);
-  // That of another state stays behind.
-  const std::string older = directory_.file("older");
+  // That of another state stays behind, and what an interrupted export left does not.
+  const std::string older = directory_.file("older"), torn = older + "/config.json.12-0.tmp";
+  ASSERT_TRUE(make_directories(older).ok() && write_file(torn, "torn").ok());
   ASSERT_TRUE(export_run(whole.out, 16, older, pool).ok());
+  EXPECT_FALSE(file_exists(torn));
   // Nor does one stay that another state has left.
   ASSERT_TRUE(export_run(whole.out, 16, out, pool).ok());
   EXPECT_FALSE(file_exists(out + "/" + model::kDraftCalibrationFile));
