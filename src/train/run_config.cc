@@ -5,12 +5,27 @@
 #include <algorithm>
 #include <charconv>
 #include <set>
+#include <sstream>
 
 #include "base/format.h"
 #include "base/json.h"
 
 namespace cachalot::train {
 namespace {
+
+// A value as TOML, on one line and cut to a readable length.
+std::string spelled(const toml::node& node) {
+  constexpr size_t kLongest = 60;
+  std::ostringstream stream;
+  node.visit([&](const auto& value) { stream << value; });
+  std::string text = stream.str();
+  std::replace(text.begin(), text.end(), '\n', ' ');
+  if (text.size() > kLongest) {
+    text.resize(kLongest);
+    text += "...";
+  }
+  return text;
+}
 
 // Reads keys of one table and remembers them, so that what is left is unknown.
 class Reader {
@@ -20,7 +35,7 @@ class Reader {
     if (toml::node* node = root.get(name_)) {
       table_ = node->as_table();
       if (table_ == nullptr) {
-        fail("", "must be a table");
+        fail("", node, "must be a table");
       }
     }
   }
@@ -30,7 +45,7 @@ class Reader {
       if (const auto text = node->value_exact<std::string>()) {
         value = *text;
       } else {
-        fail(key, "must be a string");
+        fail(key, node, "must be a string");
       }
     }
   }
@@ -39,7 +54,7 @@ class Reader {
       if (const auto flag = node->value_exact<bool>()) {
         value = *flag;
       } else {
-        fail(key, "must be true or false");
+        fail(key, node, "must be true or false");
       }
     }
   }
@@ -47,7 +62,7 @@ class Reader {
     if (const toml::node* node = take(key)) {
       const auto number = node->value_exact<int64_t>();
       if (!number || *number < least || *number > most) {
-        fail(key, fmt::format("must be an integer in [{}, {}]", least, most));
+        fail(key, node, fmt::format("must be an integer in [{}, {}]", least, most));
       } else {
         value = *number;
       }
@@ -57,7 +72,7 @@ class Reader {
     if (const toml::node* node = take(key)) {
       const auto number = node->value<double>();
       if (!node->is_number() || !number || !(*number >= least && *number <= most)) {
-        fail(key, fmt::format("must be a number in [{}, {}]", least, most));
+        fail(key, node, fmt::format("must be a number in [{}, {}]", least, most));
       } else {
         value = *number;
       }
@@ -74,7 +89,7 @@ class Reader {
         }
       }
       if (list == nullptr) {
-        fail(key, "must be a list of strings");
+        fail(key, node, "must be a list of strings");
       }
     }
   }
@@ -102,7 +117,9 @@ class Reader {
       }
     }
     if (!good) {
-      fail(key, "must be a list of paths or of {path = \"...\", repeat = N}");
+      fail(key,
+           node,
+           "must be a list of paths or of {path = \"...\", repeat = N} with N in [1, 1000]");
     }
   }
   // A share of `whole`, in its unit.
@@ -124,7 +141,7 @@ class Reader {
       list += fmt::format("{}\"{}\"", list.empty() ? "" : ", ", name);
       ++i;
     }
-    fail(key, fmt::format("is \"{}\"; it must be one of {}", text, list));
+    fail(key, take(key), fmt::format("must be one of {}", list));
     return value;
   }
 
@@ -135,7 +152,7 @@ class Reader {
     }
     for (const auto& [key, node] : *table_) {
       if (!known_.contains(std::string(key.str()))) {
-        fail(std::string(key.str()).c_str(), "is not a known key");
+        fail(std::string(key.str()).c_str(), &node, "is not a known key");
       }
     }
   }
@@ -145,9 +162,15 @@ class Reader {
     known_.insert(key);
     return table_ == nullptr ? nullptr : table_->get(key);
   }
-  void fail(const char* key, const std::string& what) {
+  void fail(const char* key, const toml::node* node, const std::string& what) {
     if (status_.ok()) {
-      status_ = invalid("{}: {}{}{} {}", source_, name_, *key == 0 ? "" : ".", key, what);
+      status_ = invalid("{}: {}{}{} {} (it is {})",
+                        source_,
+                        name_,
+                        *key == 0 ? "" : ".",
+                        key,
+                        what,
+                        spelled(*node));
     }
   }
 
@@ -443,12 +466,21 @@ Result<RunConfig> parse_run_config(std::string_view text,
   }
   CACHALOT_RETURN_IF_ERROR(status);
   if (int{!c.preset.empty()} + int{!c.config.empty()} + int{!c.from.empty()} != 1) {
-    return invalid("{}: [model] needs either 'preset', 'config' or 'from'", source);
+    return invalid(
+        "{}: model.preset is \"{}\", config is \"{}\" and from is \"{}\"; just one must be set",
+        source,
+        c.preset,
+        c.config,
+        c.from);
   }
   if (!c.from.empty() && (!c.tokenizer.empty() || c.classes_from_tokenizer)) {
     return invalid(
-        "{}: model.from brings its tokenizer; 'tokenizer' and 'engram_classes' do not go with it",
-        source);
+        "{}: model.from brings its tokenizer; model.tokenizer = \"{}\" and engram_classes = \"{}\" "
+        "do "
+        "not go with it",
+        source,
+        c.tokenizer,
+        c.classes_from_tokenizer ? "tokenizer" : "config");
   }
   if (c.stage != Stage::kBackbone && c.from.empty()) {
     return invalid("{}: model.stage is \"{}\", which needs 'from', the backbone's run",
@@ -456,16 +488,22 @@ Result<RunConfig> parse_run_config(std::string_view text,
                    c.stage == Stage::kDrafter ? "drafter" : "indexer");
   }
   if (c.train.empty()) {
-    return invalid("{}: data.train names no files", source);
+    return invalid("{}: data.train is [] or missing; it must name files", source);
   }
   if (c.steps == 0) {
     return invalid("{}: schedule.steps is missing", source);
   }
+  if (c.schedule.decay_begin > c.schedule.decay_end) {
+    return invalid("{}: schedule.decay_begin is token {}, behind decay_end, token {}",
+                   source,
+                   c.schedule.decay_begin,
+                   c.schedule.decay_end);
+  }
   if (c.schedule.peak == 0) {
-    return invalid("{}: schedule.peak is missing", source);
+    return invalid("{}: schedule.peak is 0 or missing; it must be positive", source);
   }
   if (c.out.empty()) {
-    return invalid("{}: run.out is missing", source);
+    return invalid("{}: run.out is \"\" or missing; it must name a folder", source);
   }
   if (c.stage == Stage::kIndexer && c.forward.indexer.coefficient == 0) {
     return invalid("{}: model.stage is \"indexer\", but objective.indexer is 0", source);

@@ -2,6 +2,11 @@
 
 #include <gtest/gtest.h>
 
+#include <set>
+#include <sstream>
+
+#include "base/file.h"
+
 namespace cachalot::train {
 namespace {
 
@@ -41,18 +46,19 @@ TEST(RunConfig, ReadsEverySection) {
 // Each change must fail with a message that contains the key.
 TEST(RunConfig, RefusesWhatItDoesNotKnow) {
   const std::vector<std::pair<std::string, std::string>> faults = {
-      {"schedule.pace=1", "schedule.pace"},
-      {"schedule.peak=\"fast\"", "schedule.peak"},
-      {"schedule.peak=2.0", "schedule.peak"},
+      {"schedule.pace=1", "schedule.pace is not a known key (it is 1)"},
+      {"schedule.peak=\"fast\"", "schedule.peak must be a number in [0, 1] (it is 'fast')"},
+      {"schedule.peak=2.0", "(it is 2.0)"},
       {"schedule.peak=0.0", "schedule.peak"},
       {"schedule.steps=1.5", "schedule.steps"},
-      {"schedule.steps=-1", "schedule.steps"},
-      {"schedule.decay=\"slow\"", "schedule.decay"},
-      {"data.train=[1]", "data.train"},
-      {"data.train=[{path = \"a\", repeat = 0}]", "data.train"},
+      {"schedule.steps=-1", "(it is -1)"},
+      {"schedule.decay=\"slow\"", "must be one of \"cosine\", \"linear\" (it is 'slow')"},
+      {"data.train=[1]", "(it is [ 1 ])"},
+      {"data.train=[{path = \"a\", repeat = 0}]", "repeat = 0"},
       {"data.train=[]", "data.train"},
       {"data.micro_tokens=500", "batch_tokens"},
-      {"model.preset=\"\"", "preset"},
+      {"model.preset=\"\"", "model.preset is \"\", config is \"\""},
+      {"model.from=\"b\"", "model.preset is \"micro\", config is \"\" and from is \"b\""},
       {"run.out=\"\"", "run.out"},
       {"optimizer.clip=-1", "optimizer.clip"},
       {"tests.a=1", "[tests]"},
@@ -62,7 +68,13 @@ TEST(RunConfig, RefusesWhatItDoesNotKnow) {
       {"model={from=\"runs/b\", stage=\"indexer\", preset=\"\"}\nobjective={indexer=0.0}",
        "objective.indexer"},
       {"model.stage=\"indexer\"", "needs 'from'"},
-      {"quant.main=1", "quant.main"},
+      {"quant.main=1", "(it is 1)"},
+      {"quant.main=\"" + std::string(100, 'x') + "\"", std::string(58, 'x') + "..."},
+      {"data.heldout=\"x\"", "(it is 'x')"},
+      {"run.out=3", "(it is 3)"},
+      {"schedule=3", "section.key"},
+      {"schedule.decay_end=0.25",
+       "schedule.decay_begin is token 102400, behind decay_end, token 51200"},
       {"schedule.decay=slow", "quotes"},
       {"steps=4", "section.key"},
   };
@@ -75,6 +87,46 @@ TEST(RunConfig, RefusesWhatItDoesNotKnow) {
   const auto broken = parse_run_config("[model\n", "f.toml", {});
   EXPECT_NE(broken.status().message().find("f.toml:1"), std::string::npos)
       << broken.status().message();
+}
+
+// docs/training.md names every key and no other: in the first column of the table, each with its
+// section or with that of the name before it.
+TEST(RunConfig, EveryKeyIsDocumented) {
+  const Settings settings = settings_of(*parse_run_config(kFile, "f.toml", {}));
+  const auto text = read_file(CACHALOT_SOURCE_DIR "/docs/training.md");
+  ASSERT_TRUE(text.ok()) << text.status().message();
+  std::set<std::string> documented;
+  std::istringstream lines(*text);
+  bool in_table = false;
+  for (std::string line; std::getline(lines, line);) {
+    in_table = line.starts_with("| key |") || (in_table && line.starts_with("|"));
+    const std::string cell = in_table ? line.substr(1, line.find('|', 1) - 1) : "";
+    std::string section;
+    for (size_t begin = cell.find('`'); begin != std::string::npos;) {
+      const size_t end = cell.find('`', begin + 1);
+      ASSERT_NE(end, std::string::npos) << line;
+      std::string key = cell.substr(begin + 1, end - begin - 1);
+      if (const size_t dot = key.find('.'); dot != std::string::npos) {
+        section = key.substr(0, dot + 1);
+        key = key.substr(dot + 1);
+      }
+      EXPECT_TRUE(documented.insert(section + key).second) << section << key;
+      begin = cell.find('`', end + 1);
+    }
+  }
+  for (const auto& [key, value] : settings) {
+    EXPECT_EQ(documented.erase(key), 1u) << key << " is not in docs/training.md";
+  }
+  EXPECT_EQ(documented, std::set<std::string>());
+  // Those that a resumed run may change are named there too.
+  const Settings of_steps = step_settings_of(*parse_run_config(kFile, "f.toml", {}));
+  const std::string may_change = text->substr(0, text->find("## The run file"));
+  for (const auto& [key, value] : settings) {
+    EXPECT_EQ(
+        may_change.find("`" + key + "`") != std::string::npos,
+        !of_steps.contains(key) || key == "schedule.last" || key.starts_with("schedule.decay"))
+        << key;
+  }
 }
 
 // What a resumed run may change is what no step so far depended on.
