@@ -1,4 +1,7 @@
 // Files: read-only mappings, whole reads, atomic writes.
+//
+// Every atomic write goes through NewFile, so that what an interrupted one leaves behind is known
+// by its name and removed by remove_unfinished().
 #pragma once
 
 #include <cstddef>
@@ -32,9 +35,38 @@ class MappedFile {
 // The whole file as bytes; refuses files larger than `limit`.
 Result<std::string> read_file(const std::string& path, size_t limit = size_t{1} << 30);
 
-// Writes `bytes` to a temporary file beside `path` and renames it: readers see the old or the new
-// content, never a part.
+// A file that appears under its name whole or not at all: what is written goes to a temporary file
+// beside it until commit(). Movable; without a commit the destructor removes the temporary file.
+class NewFile {
+ public:
+  static Result<NewFile> create(const std::string& path);
+  NewFile(NewFile&& other) noexcept;
+  NewFile& operator=(NewFile&& other) noexcept;
+  ~NewFile();
+
+  // Those of the file that will be replaced, if there is one.
+  Status keep_permissions();
+  Status write(std::string_view bytes);
+  // Replaces whatever has the name, a symbolic link too. File and name are on the disk on success.
+  Status commit();
+
+ private:
+  NewFile(int fd, std::string path, std::string temporary);
+
+  int fd_ = -1;
+  std::string path_, temporary_;
+};
+
+// Replaces the file at `path` at once: for files that the program owns.
+Status replace_file(const std::string& path, std::string_view bytes);
+
+// Writes where a user's `path` leads: through symbolic links, and into pipes and devices as they
+// are. A regular file is replaced at once and keeps its permissions.
 Status write_file(const std::string& path, std::string_view bytes);
+
+// Removes the temporary files in `directory` whose writers ended without a commit. A directory that
+// is not there is no error.
+Status remove_unfinished(const std::string& directory);
 
 // Creates a directory and its parents.
 Status make_directories(const std::string& path);

@@ -1,4 +1,5 @@
-// cachalot verify: reads every tensor of a checkpoint and names every fault.
+// cachalot verify: names every tensor of a checkpoint that does not fit; if all do, reads them and
+// names every one with values that cannot be.
 #include <cstdio>
 #include <memory>
 

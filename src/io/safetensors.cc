@@ -1,12 +1,6 @@
 #include "io/safetensors.h"
 
-#include <fcntl.h>
-#include <unistd.h>
-
 #include <algorithm>
-#include <cerrno>
-#include <cstdio>
-#include <cstring>
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <set>
@@ -357,30 +351,8 @@ const TensorView* SafetensorsFile::find(std::string_view name) const {
 // ---- Writing
 // -------------------------------------------------------------------------------------
 
-struct SafetensorsWriter::Output {
-  ~Output() {
-    if (file != nullptr) {
-      std::fclose(file);
-      ::unlink(temporary.c_str());
-    }
-  }
-  Status failure(std::string_view what) const {
-    return error(Code::kUnavailable, "cannot {} '{}': {}", what, path, std::strerror(errno));
-  }
-  Status write(const void* bytes, size_t size) {
-    return std::fwrite(bytes, 1, size, file) == size ? Status() : failure("write");
-  }
-
-  std::string path;
-  std::string temporary;
-  std::FILE* file = nullptr;
-  uint64_t remaining = 0;
-};
-
-SafetensorsWriter::SafetensorsWriter(std::unique_ptr<Output> output) : output_(std::move(output)) {}
-SafetensorsWriter::SafetensorsWriter(SafetensorsWriter&& other) noexcept = default;
-SafetensorsWriter& SafetensorsWriter::operator=(SafetensorsWriter&& other) noexcept = default;
-SafetensorsWriter::~SafetensorsWriter() = default;
+SafetensorsWriter::SafetensorsWriter(NewFile file, uint64_t remaining)
+    : file_(std::move(file)), remaining_(remaining) {}
 
 Result<SafetensorsWriter> SafetensorsWriter::create(
     const std::string& path,
@@ -420,42 +392,24 @@ Result<SafetensorsWriter> SafetensorsWriter::create(
         "{}: the header of {} bytes is longer than {}", path, header.size(), kMaxSafetensorsHeader);
   }
 
-  auto output = std::make_unique<Output>();
-  output->path = path;
-  output->temporary = fmt::format("{}.{}.tmp", path, ::getpid());
-  output->remaining = offset;
-  output->file = std::fopen(output->temporary.c_str(), "wbe");
-  if (output->file == nullptr) {
-    return output->failure("create");
-  }
-  uint8_t length[kLengthBytes];
+  std::string length(kLengthBytes, '\0');
   for (size_t i = 0; i < kLengthBytes; ++i) {
-    length[i] = static_cast<uint8_t>(header.size() >> (8 * i));
+    length[i] = static_cast<char>(header.size() >> (8 * i));
   }
-  CACHALOT_RETURN_IF_ERROR(output->write(length, sizeof length));
-  CACHALOT_RETURN_IF_ERROR(output->write(header.data(), header.size()));
-  return SafetensorsWriter(std::move(output));
+  CACHALOT_TRY(NewFile file, NewFile::create(path));
+  CACHALOT_RETURN_IF_ERROR(file.write(length + header));
+  return SafetensorsWriter(std::move(file), offset);
 }
 
 Status SafetensorsWriter::append(std::span<const uint8_t> bytes) {
-  CACHALOT_CHECK(bytes.size() <= output_->remaining, bytes.size(), output_->remaining);
-  output_->remaining -= bytes.size();
-  return output_->write(bytes.data(), bytes.size());
+  CACHALOT_CHECK(bytes.size() <= remaining_, bytes.size(), remaining_);
+  remaining_ -= bytes.size();
+  return file_.write({reinterpret_cast<const char*>(bytes.data()), bytes.size()});
 }
 
 Status SafetensorsWriter::finish() {
-  CACHALOT_CHECK(output_->remaining == 0, output_->remaining);
-  Output& output = *output_;
-  if (std::fflush(output.file) != 0 || ::fsync(::fileno(output.file)) != 0) {
-    return output.failure("write");
-  }
-  std::FILE* file = std::exchange(output.file, nullptr);
-  if (std::fclose(file) != 0 || ::rename(output.temporary.c_str(), output.path.c_str()) != 0) {
-    const Status status = output.failure("write");
-    ::unlink(output.temporary.c_str());
-    return status;
-  }
-  return {};
+  CACHALOT_CHECK(remaining_ == 0, remaining_);
+  return file_.commit();
 }
 
 Status write_safetensors(const std::string& path,

@@ -12,7 +12,6 @@
 
 #include <cstdint>
 #include <map>
-#include <memory>
 #include <span>
 #include <string>
 #include <string_view>
@@ -89,9 +88,6 @@ class SafetensorsWriter {
   static Result<SafetensorsWriter> create(const std::string& path,
                                           const std::vector<Declaration>& tensors,
                                           const std::map<std::string, std::string>& metadata = {});
-  SafetensorsWriter(SafetensorsWriter&& other) noexcept;
-  SafetensorsWriter& operator=(SafetensorsWriter&& other) noexcept;
-  ~SafetensorsWriter();
 
   // The next bytes of the data section; tensors may be written in parts.
   Status append(std::span<const uint8_t> bytes);
@@ -99,10 +95,10 @@ class SafetensorsWriter {
   Status finish();
 
  private:
-  struct Output;
-  explicit SafetensorsWriter(std::unique_ptr<Output> output);
+  SafetensorsWriter(NewFile file, uint64_t remaining);
 
-  std::unique_ptr<Output> output_;
+  NewFile file_;
+  uint64_t remaining_;  // bytes
 };
 
 // Writes host tensors, in the order given, as one file.

@@ -13,7 +13,6 @@ namespace {
 
 constexpr const char* kSingleName = "model.safetensors";
 constexpr size_t kIndexLimit = 200'000'000;
-constexpr size_t kListed = 5;
 
 struct Index {
   std::vector<IndexEntry> entries;  // ascending by name
@@ -138,27 +137,9 @@ Result<Index> read_index(const std::string& path) {
   return index;
 }
 
-// Names to show, and how many there are.
-class NameList {
- public:
-  void add(const std::string& text) {
-    if (++count_ <= kListed) {
-      text_ += (count_ == 1 ? "" : ", ") + text;
-    }
-  }
-  bool empty() const { return count_ == 0; }
-  std::string text() const {
-    return count_ <= kListed ? text_ : fmt::format("{}, and {} more", text_, count_ - kListed);
-  }
-
- private:
-  size_t count_ = 0;
-  std::string text_;
-};
-
 }  // namespace
 
-Result<ShardedTensors> ShardedTensors::open(const std::string& directory) {
+Result<ShardedTensors> ShardedTensors::open(const std::string& directory, size_t shown) {
   ShardedTensors result;
   const std::string index_path = directory + "/" + kIndexName;
   if (!file_exists(index_path)) {
@@ -196,7 +177,7 @@ Result<ShardedTensors> ShardedTensors::open(const std::string& directory) {
   });
 
   // Both lists ascend by name; walk them together.
-  NameList missing, extra, moved;
+  NameList missing(shown), extra(shown), moved(shown);
   auto tensor = result.tensors_.begin();
   const auto shard_path = [&](const Tensor& t) {
     return result.shards_[static_cast<size_t>(t.shard)].path();
@@ -270,7 +251,7 @@ Status write_shard_index(const std::string& directory,
                         json_quote(entries[i].file));
   }
   text += "\n  }\n}\n";
-  return write_file(directory + "/" + kIndexName, text);
+  return replace_file(directory + "/" + kIndexName, text);
 }
 
 }  // namespace cachalot::io

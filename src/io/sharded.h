@@ -7,6 +7,7 @@
 #include <string_view>
 #include <vector>
 
+#include "base/name_list.h"
 #include "base/status.h"
 #include "io/safetensors.h"
 
@@ -22,7 +23,8 @@ class ShardedTensors {
     int32_t shard = 0;
   };
 
-  static Result<ShardedTensors> open(const std::string& directory);
+  // `shown` is how many tensors of each kind an error names.
+  static Result<ShardedTensors> open(const std::string& directory, size_t shown = NameList::kFew);
 
   // The tensor called `name`, or null.
   const Tensor* find(std::string_view name) const;

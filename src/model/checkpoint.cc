@@ -15,28 +15,16 @@ namespace cachalot::model {
 namespace {
 
 constexpr size_t kConfigLimit = 16'000'000;
-constexpr size_t kListed = 10;
 
-// "3 tensors are missing: a, b, c"
-class Listing {
- public:
-  void add(std::string text) {
-    if (count_++ < kListed) {
-      texts_.push_back(std::move(text));
-    }
-  }
-  void append_to(std::string& message, std::string_view what) const {
-    if (count_ > 0) {
-      message += fmt::format(
-          "; {} tensor{} {}: {}", count_, count_ == 1 ? "" : "s", what, fmt::join(texts_, ", "));
-      message += count_ > kListed ? ", ..." : "";
-    }
-  }
-
- private:
-  size_t count_ = 0;
-  std::vector<std::string> texts_;
-};
+// "; 3 tensors missing: a, b, c"
+std::string listed(const NameList& names, std::string_view what) {
+  return names.empty() ? ""
+                       : fmt::format("; {} tensor{} {}: {}",
+                                     names.count(),
+                                     names.count() == 1 ? "" : "s",
+                                     what,
+                                     names.text());
+}
 
 // A run of one tensor's elements.
 struct Piece {
@@ -117,12 +105,13 @@ std::string to_string(const ValueFault& fault) {
 Result<Checkpoint> Checkpoint::open(const std::string& directory, Values values) {
   Checkpoint checkpoint;
   checkpoint.directory_ = directory;
+  const size_t shown = values == Values::kChecked ? NameList::kFew : NameList::kAll;
   const std::string config_path = directory + "/config.json";
   CACHALOT_TRY(const std::string text, read_file(config_path, kConfigLimit));
   CACHALOT_TRY(checkpoint.config_, parse_config(text, config_path));
-  CACHALOT_TRY(checkpoint.tensors_, io::ShardedTensors::open(directory));
+  CACHALOT_TRY(checkpoint.tensors_, io::ShardedTensors::open(directory, shown));
   checkpoint.table_ = weight_table(checkpoint.config_);
-  CACHALOT_RETURN_IF_ERROR(checkpoint.check_tensors());
+  CACHALOT_RETURN_IF_ERROR(checkpoint.check_tensors(shown));
   checkpoint.align_tensors();
   if (values == Values::kChecked) {
     for (const WeightSpec& spec : checkpoint.table_) {
@@ -148,14 +137,14 @@ Result<Checkpoint> Checkpoint::open(const std::string& directory, Values values)
   return checkpoint;
 }
 
-Status Checkpoint::check_tensors() const {
-  Listing missing, unexpected, wrong;
+Status Checkpoint::check_tensors(size_t shown) const {
+  NameList missing(shown), unexpected(shown), wrong(shown);
   std::unordered_set<std::string_view> expected;
   for (const WeightSpec& spec : table_) {
-    for (StoredTensor& stored : stored_tensors(spec)) {
+    for (const StoredTensor& stored : stored_tensors(spec)) {
       const io::ShardedTensors::Tensor* tensor = tensors_.find(stored.name);
       if (tensor == nullptr) {
-        missing.add(std::move(stored.name));
+        missing.add(stored.name);
         continue;
       }
       expected.insert(tensor->name);
@@ -173,14 +162,12 @@ Status Checkpoint::check_tensors() const {
   if (expected.size() < tensors_.tensors().size()) {
     for (const io::ShardedTensors::Tensor& tensor : tensors_.tensors()) {
       if (!expected.contains(tensor.name)) {
-        unexpected.add(std::string(tensor.name));
+        unexpected.add(tensor.name);
       }
     }
   }
-  std::string faults;
-  missing.append_to(faults, "missing");
-  unexpected.append_to(faults, "unexpected");
-  wrong.append_to(faults, "with the wrong dtype or shape");
+  const std::string faults = listed(missing, "missing") + listed(unexpected, "unexpected") +
+                             listed(wrong, "with the wrong dtype or shape");
   return faults.empty()
              ? Status()
              : error(

@@ -36,11 +36,14 @@ class Checkpoint {
     // NaN and infinite values are refused. Engram tables are left out: they are far larger than the
     // rest, and only few of their rows are ever read.
     kChecked,
-    kUnchecked,  // names, shapes and dtypes only: for tools that do not compute
+    // Names, shapes and dtypes only, and an error names every one that is wrong: for tools that do
+    // not compute.
+    kUnchecked,
   };
 
   // Reads config.json and maps the shards. Every tensor of the weight table must be present with
-  // its dtype and shape, and no other may be; the error lists the missing and the unexpected names.
+  // its dtype and shape, and no other may be; the error names them, of many the
+  // first few and how many more.
   static Result<Checkpoint> open(const std::string& directory, Values values = Values::kChecked);
 
   const std::string& directory() const { return directory_; }
@@ -60,7 +63,7 @@ class Checkpoint {
 
  private:
   Checkpoint() = default;
-  Status check_tensors() const;
+  Status check_tensors(size_t shown) const;
   void align_tensors();
 
   std::string directory_;

@@ -155,7 +155,7 @@ int order_class(const WeightSpec& spec) {
 Status write_side_files(const ModelConfig& config,
                         const std::string& directory,
                         const std::string& tokenizer_json) {
-  CACHALOT_RETURN_IF_ERROR(write_file(directory + "/tokenizer.json", tokenizer_json));
+  CACHALOT_RETURN_IF_ERROR(replace_file(directory + "/tokenizer.json", tokenizer_json));
   JsonWriter tokenizer;
   tokenizer.begin_object()
       .field("tokenizer_class", "PreTrainedTokenizerFast")
@@ -165,7 +165,7 @@ Status write_side_files(const ModelConfig& config,
       .field("model_max_length", config.max_position_embeddings)
       .end_object();
   CACHALOT_RETURN_IF_ERROR(
-      write_file(directory + "/tokenizer_config.json", tokenizer.text() + "\n"));
+      replace_file(directory + "/tokenizer_config.json", tokenizer.text() + "\n"));
   JsonWriter generation;
   generation.begin_object()
       .field("bos_token_id", config.bos_token_id)
@@ -175,8 +175,8 @@ Status write_side_files(const ModelConfig& config,
       .field("temperature", 1.0)
       .end_object();
   CACHALOT_RETURN_IF_ERROR(
-      write_file(directory + "/generation_config.json", generation.text() + "\n"));
-  return write_file(directory + "/config.json", config_to_json(config));
+      replace_file(directory + "/generation_config.json", generation.text() + "\n"));
+  return replace_file(directory + "/config.json", config_to_json(config));
 }
 
 }  // namespace
@@ -200,6 +200,7 @@ Status write_checkpoint(const ModelConfig& config,
       index.push_back({std::move(stored.name), io::shard_file_name(spec.shard, shards)});
     }
   }
+  CACHALOT_RETURN_IF_ERROR(remove_unfinished(directory));
   // Without these a directory does not open: a run that is stopped leaves no mixture with what was
   // there.
   for (const char* name : {io::kIndexName, "config.json"}) {

@@ -90,7 +90,25 @@ struct Tokenizer::Data {
 
 namespace {
 
-// Reads the parts of a tokenizer.json. Every message starts with the file and the field.
+// A value in a message, cut to a readable length; what has parts by its kind alone.
+std::string shown(const Json* value) {
+  constexpr size_t kLongest = 60;
+  if (value == nullptr) {
+    return "missing";
+  }
+  if (value->is_array() || value->is_object()) {
+    return fmt::format("{} of {}", kind_name(value->kind), value->items.size());
+  }
+  std::string text = python_json(*value);
+  if (text.size() > kLongest) {
+    text.resize(kLongest);
+    text += "...";
+  }
+  return text;
+}
+
+// Reads the parts of a tokenizer.json. Every message starts with the file and the field and says
+// what is there.
 class Loader {
  public:
   Loader(const Json& root, std::string_view source) : root_(root), source_(source) {}
@@ -138,7 +156,7 @@ Status Loader::check_absent(const Json& object, std::string_view path, std::stri
   const Json* value = object.find(key);
   const bool absent =
       value == nullptr || value->is_null() || (value->is_string() && value->text.empty());
-  return absent ? Status() : wrong("{}{} is set; only null is supported", path, key);
+  return absent ? Status() : wrong("{}{} is {}; only null is supported", path, key, shown(value));
 }
 
 Status Loader::check_false(const Json& object, std::string_view path, std::string_view key) const {
@@ -146,13 +164,14 @@ Status Loader::check_false(const Json& object, std::string_view path, std::strin
   if (value == nullptr || (value->is(Json::Kind::kBool) && !value->flag)) {
     return {};
   }
-  return wrong("{}{} must be false", path, key);
+  return wrong("{}{} is {}; it must be false", path, key, shown(value));
 }
 
 Result<std::string_view> Loader::type_of(const Json& object, std::string_view path) const {
   const Json* type = object.find("type");
   if (type == nullptr || !type->is_string()) {
-    return wrong("{} must be an object with a string 'type'", path);
+    return object.is_object() ? wrong("{}.type is {}; it must be a string", path, shown(type))
+                              : wrong("{} is {}; it must be an object", path, shown(&object));
   }
   return std::string_view(type->text);
 }
@@ -160,7 +179,7 @@ Result<std::string_view> Loader::type_of(const Json& object, std::string_view pa
 Status Loader::read_model() {
   const Json* model = root_.find("model");
   if (model == nullptr || !model->is_object()) {
-    return wrong("'model' must be an object");
+    return wrong("'model' is {}; it must be an object", shown(model));
   }
   CACHALOT_TRY(const std::string_view type, type_of(*model, "model"));
   if (type != "BPE") {
@@ -175,19 +194,22 @@ Status Loader::read_model() {
   }
   const Json* vocab = model->find("vocab");
   if (vocab == nullptr || !vocab->is_object()) {
-    return wrong("model.vocab must be an object");
+    return wrong("model.vocab is {}; it must be an object", shown(vocab));
   }
   vocab_.reserve(vocab->items.size());
   for (size_t i = 0; i < vocab->items.size(); ++i) {
     const std::optional<int64_t> id = vocab->items[i].integer();
     if (!id || *id < 0 || *id > std::numeric_limits<int32_t>::max()) {
-      return wrong("model.vocab['{}'] must be an id of at least 0", vocab->keys[i]);
+      return wrong("model.vocab['{}'] is {}; it must be an id in [0, {}]",
+                   vocab->keys[i],
+                   shown(&vocab->items[i]),
+                   std::numeric_limits<int32_t>::max());
     }
     vocab_.emplace(vocab->keys[i], static_cast<int32_t>(*id));
   }
   merges_ = model->find("merges");
   if (merges_ == nullptr || !merges_->is_array()) {
-    return wrong("model.merges must be an array");
+    return wrong("model.merges is {}; it must be an array", shown(merges_));
   }
   return {};
 }
@@ -198,7 +220,7 @@ Status Loader::read_added_tokens() {
     return {};
   }
   if (!list->is_array()) {
-    return wrong("'added_tokens' must be an array");
+    return wrong("'added_tokens' is {}; it must be an array", shown(list));
   }
   for (size_t i = 0; i < list->items.size(); ++i) {
     const Json& entry = list->items[i];
@@ -206,12 +228,12 @@ Status Loader::read_added_tokens() {
     const Json* content = entry.find("content");
     const Json* id_value = entry.find("id");
     if (content == nullptr || !content->is_string() || content->text.empty()) {
-      return wrong("{}content must be a string that is not empty", path);
+      return wrong("{}content is {}; it must be a string that is not empty", path, shown(content));
     }
     const std::optional<int64_t> id =
         id_value != nullptr ? id_value->integer() : std::optional<int64_t>();
     if (!id || *id < 0) {
-      return wrong("{}id must be at least 0", path);
+      return wrong("{}id is {}; it must be an integer of at least 0", path, shown(id_value));
     }
     for (const char* key : {"single_word", "lstrip", "rstrip"}) {
       CACHALOT_RETURN_IF_ERROR(check_false(entry, path, key));
@@ -245,7 +267,7 @@ Status Loader::assign_ids() {
   };
   for (const auto& [spelling, id] : vocab_) {
     if (spelling.empty()) {
-      return wrong("model.vocab has an empty token");
+      return wrong("model.vocab has an empty token, with the id {}", id);
     }
     CACHALOT_RETURN_IF_ERROR(place(spelling, id, false));
   }
@@ -275,7 +297,9 @@ Result<std::pair<std::string_view, std::string_view>> Loader::merge_parts(size_t
       return std::pair(text.substr(0, space), text.substr(space + 1));
     }
   }
-  return wrong("model.merges[{}] must be two tokens: \"a b\" or [\"a\", \"b\"]", index);
+  return wrong("model.merges[{}] is {}; it must be two tokens: \"a b\" or [\"a\", \"b\"]",
+               index,
+               shown(&merge));
 }
 
 Result<std::unique_ptr<Bpe>> Loader::build_bpe() const {
@@ -311,11 +335,11 @@ Status Loader::read_split(const Json& split, const std::string& path, PreTokeniz
   const Json* pattern = split.find("pattern");
   const Json* regex = pattern != nullptr ? pattern->find("Regex") : nullptr;
   if (regex == nullptr || !regex->is_string()) {
-    return wrong("{}.pattern must be {{\"Regex\": \"...\"}}", path);
+    return wrong("{}.pattern is {}; it must be {{\"Regex\": \"...\"}}", path, shown(pattern));
   }
   const Json* behavior = split.find("behavior");
   if (behavior == nullptr || !behavior->is_string() || behavior->text != "Isolated") {
-    return wrong("{}.behavior must be 'Isolated'", path);
+    return wrong("{}.behavior is {}; it must be 'Isolated'", path, shown(behavior));
   }
   CACHALOT_RETURN_IF_ERROR(check_false(split, path + ".", "invert"));
   return out->add(regex->text, fmt::format("{}: {}.pattern.Regex", source_, path));
@@ -327,7 +351,7 @@ Status Loader::read_byte_level(const Json& level,
   CACHALOT_RETURN_IF_ERROR(check_false(level, path + ".", "add_prefix_space"));
   const Json* use_regex = level.find("use_regex");
   if (use_regex != nullptr && !use_regex->is(Json::Kind::kBool)) {
-    return wrong("{}.use_regex must be a boolean", path);
+    return wrong("{}.use_regex is {}; it must be a boolean", path, shown(use_regex));
   }
   if (use_regex == nullptr || use_regex->flag) {  // absent means true
     return out->add(kByteLevelExpression, path);
@@ -338,7 +362,7 @@ Status Loader::read_byte_level(const Json& level,
 Status Loader::read_pretokenizer(PreTokenizer* out) const {
   const Json* root = root_.find("pre_tokenizer");
   if (root == nullptr || !root->is_object()) {
-    return wrong("'pre_tokenizer' must be an object");
+    return wrong("'pre_tokenizer' is {}; it must be an object", shown(root));
   }
   CACHALOT_TRY(const std::string_view root_type, type_of(*root, "pre_tokenizer"));
   if (root_type == "ByteLevel") {
@@ -350,7 +374,8 @@ Status Loader::read_pretokenizer(PreTokenizer* out) const {
   }
   const Json* list = root->find("pretokenizers");
   if (list == nullptr || !list->is_array() || list->items.empty()) {
-    return wrong("pre_tokenizer.pretokenizers must be an array that is not empty");
+    return wrong("pre_tokenizer.pretokenizers is {}; it must be an array that is not empty",
+                 shown(list));
   }
   for (size_t i = 0; i < list->items.size(); ++i) {
     const std::string path = fmt::format("pre_tokenizer.pretokenizers[{}]", i);
@@ -380,8 +405,8 @@ Status Loader::check_rest() const {
       normalizers != nullptr && normalizers->is_array() && normalizers->items.empty();
   if (normalizer != nullptr && !normalizer->is_null() && !empty_sequence) {
     const Json* type = normalizer->find("type");
-    return wrong("normalizer '{}' is not supported; only null is",
-                 type != nullptr ? std::string_view(type->text) : "");
+    return wrong("normalizer {} is not supported; only null is",
+                 shown(type != nullptr ? type : normalizer));
   }
   // A ByteLevel post-processor only adjusts character offsets.
   const Json* post = root_.find("post_processor");
@@ -393,7 +418,7 @@ Status Loader::check_rest() const {
   }
   const Json* decoder = root_.find("decoder");
   if (decoder == nullptr || !decoder->is_object()) {
-    return wrong("'decoder' must be an object");
+    return wrong("'decoder' is {}; it must be an object", shown(decoder));
   }
   CACHALOT_TRY(const std::string_view type, type_of(*decoder, "decoder"));
   if (type != "ByteLevel") {
@@ -417,7 +442,7 @@ Result<Tokenizer> Tokenizer::load(const std::string& path) {
 Result<Tokenizer> Tokenizer::parse(std::string_view json, std::string_view source) {
   CACHALOT_TRY(const Json root, parse_json(json, source));
   if (!root.is_object()) {
-    return invalid("{}: the document must be an object", source);
+    return invalid("{}: the document is {}; it must be an object", source, shown(&root));
   }
   auto data = std::make_unique<Data>();
   Loader loader(root, source);

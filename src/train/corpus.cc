@@ -1,6 +1,7 @@
 #include "train/corpus.h"
 
 #include <algorithm>
+#include <cstring>
 #include <filesystem>
 #include <map>
 #include <optional>
@@ -68,6 +69,24 @@ Result<std::vector<uint8_t>> read_marks(const text::Json& list, size_t count) {
     return invalid("'learn' must hold {} times 0 or 1, one per token", count);
   }
   return marks;
+}
+
+// "I64 [3]", or "missing".
+std::string shown(const TensorView* view) {
+  return view == nullptr ? "missing"
+                         : fmt::format("{} {}", dtype_name(view->dtype), to_string(view->shape));
+}
+
+// Elements [begin, end) of a view that may be misaligned.
+template <class T>
+std::vector<T> copied(const TensorView& view, int64_t begin, int64_t end) {
+  std::vector<T> values(static_cast<size_t>(end - begin));
+  if (!values.empty()) {
+    const auto* bytes = static_cast<const uint8_t*>(view.data);
+    std::memcpy(
+        values.data(), bytes + begin * static_cast<int64_t>(sizeof(T)), values.size() * sizeof(T));
+  }
+  return values;
 }
 
 }  // namespace
@@ -141,20 +160,33 @@ Status Corpus::add_lines(const std::string& path,
 
 Status Corpus::add_shard(const std::string& path, const DocumentTokens& control) {
   CACHALOT_TRY(const io::SafetensorsFile file, io::SafetensorsFile::open(path));
-  const TensorView *tokens = file.find("tokens"), *begin = file.find("begin");
+  const TensorView *tokens = file.find("tokens"), *bounds = file.find("begin");
   if (tokens == nullptr || tokens->dtype != DType::kI32 || tokens->shape.rank != 1 ||
-      begin == nullptr || begin->dtype != DType::kI64 || begin->shape.rank != 1) {
-    return invalid("{}: needs 'tokens' I32 [N] and 'begin' I64 [documents + 1]", path);
+      bounds == nullptr || bounds->dtype != DType::kI64 || bounds->shape.rank != 1 ||
+      bounds->dim(0) == 0) {
+    return invalid("{}: needs 'tokens' I32 [N] and 'begin' I64 [documents + 1]; they are {} and {}",
+                   path,
+                   shown(tokens),
+                   shown(bounds));
   }
-  const int64_t count = begin->dim(0) - 1;
-  for (int64_t i = 0; i < count; ++i) {
-    const int64_t first = begin->as<int64_t>()[i], last = begin->as<int64_t>()[i + 1];
-    if (first < 0 || last < first || last > tokens->dim(0)) {
-      return invalid(
-          "{}: document {} is [{}, {}) of {} tokens", path, i, first, last, tokens->dim(0));
+  // Views of a file may be misaligned, so both are copied out.
+  const int64_t total = tokens->dim(0);
+  const std::vector<int64_t> begin = copied<int64_t>(*bounds, 0, bounds->dim(0));
+  if (begin.front() != 0 || begin.back() != total) {
+    return invalid("{}: 'begin' goes from {} to {}; it must cover the {} tokens",
+                   path,
+                   begin.front(),
+                   begin.back(),
+                   total);
+  }
+  for (size_t i = 0; i + 1 < begin.size(); ++i) {
+    const int64_t first = begin[i], last = begin[i + 1];
+    if (first < 0 || last < first || last > total) {
+      return invalid("{}: document {} is [{}, {}) of {} tokens", path, i, first, last, total);
     }
-    const int32_t* data = tokens->as<int32_t>();
-    CACHALOT_RETURN_IF_ERROR(append({.tokens = {data + first, data + last}}, control, path));
+    CACHALOT_RETURN_IF_ERROR(append({.tokens = copied<int32_t>(*tokens, first, last)},
+                                    control,
+                                    fmt::format("{}: document {}", path, i)));
   }
   return {};
 }
@@ -194,6 +226,19 @@ Status Corpus::add(const std::string& path,
   document.tokens.insert(document.tokens.begin(), control.bos);
   document.tokens.push_back(control.eos);
   return append(std::move(document), control, path);
+}
+
+std::string Corpus::summary() const {
+  uint64_t digest = 0xcbf29ce484222325;  // FNV-1a over whole elements
+  const auto add = [&](const auto& values) {
+    for (const auto value : values) {
+      digest = (digest ^ static_cast<uint64_t>(value)) * 0x100000001b3;
+    }
+  };
+  add(tokens_);
+  add(learn_);
+  add(begin_);
+  return fmt::format("{} documents, {} tokens, digest {:016x}", documents(), tokens(), digest);
 }
 
 Sample Corpus::sample(int64_t document, int64_t begin, int64_t length) const {

@@ -26,10 +26,11 @@ class Corpus {
   //   *.jsonl        one document per line: {"text": ...}, {"tokens": [...]} with an optional
   //                  "learn" (1 or 0 per token: does its prediction count?), or a chat request with
   //                  "messages", whose last message, the assistant's, is what is learned;
-  //   *.safetensors  pre-tokenized: "tokens" I32 [N] and "begin" I64 [documents + 1];
+  //   *.safetensors  pre-tokenized: "tokens" I32 [N] and "begin" I64 [documents + 1], which
+  //                  ascends from 0 to N: every token belongs to a document;
   //   anything else  one document of plain text.
   // Text becomes BOS, its tokens, EOS; a chat is rendered as the server would. Errors name the file
-  // and the line.
+  // and the line or document.
   Status add(const std::string& path,
              const text::Tokenizer& tokenizer,
              const DocumentTokens& tokens,
@@ -37,6 +38,8 @@ class Corpus {
 
   int64_t documents() const { return static_cast<int64_t>(begin_.size()) - 1; }
   int64_t tokens() const { return begin_.back(); }
+  // How much of what it holds, with a digest that tells texts apart by accident, not by intent.
+  std::string summary() const;
   std::span<const int32_t> document(int64_t index) const {
     return std::span(tokens_).subspan(static_cast<size_t>(begin_[static_cast<size_t>(index)]),
                                       static_cast<size_t>(length(index)));

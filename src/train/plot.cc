@@ -154,13 +154,14 @@ Status plot_log(const std::string& log_path, const std::string& svg_path) {
     height += panel.empty() ? 0 : kHeight;
     drawn += panel;
   }
-  return write_file(svg_path,
-                    fmt::format("<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"{}\" "
-                                "height=\"{}\" font-family=\"sans-serif\" font-size=\"12\">\n"
-                                "<rect width=\"100%\" height=\"100%\" fill=\"white\"/>\n{}</svg>\n",
-                                kWidth,
-                                height,
-                                drawn));
+  return replace_file(
+      svg_path,
+      fmt::format("<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"{}\" "
+                  "height=\"{}\" font-family=\"sans-serif\" font-size=\"12\">\n"
+                  "<rect width=\"100%\" height=\"100%\" fill=\"white\"/>\n{}</svg>\n",
+                  kWidth,
+                  height,
+                  drawn));
 }
 
 }  // namespace cachalot::train

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <map>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -59,5 +60,16 @@ struct RunConfig {
 Result<RunConfig> parse_run_config(std::string_view toml,
                                    const std::string& source,
                                    const std::vector<std::string>& assignments);
+
+// "section.key" and its value, in the spelling of a run file; the decay's shares in tokens.
+using Settings = std::map<std::string, std::string>;
+Settings settings_of(RunConfig config);
+// Those that a step may depend on.
+Settings step_settings_of(const RunConfig& config);
+
+// Refuses step settings under which a run would not have come to where it is, by key and both
+// values: all must be as `before`, but those of the decay while it has not begun. `tokens` are
+// those of the run so far. Keys that only one side knows are not compared.
+Status check_resumed(const Settings& now, const Settings& before, int64_t tokens);
 
 }  // namespace cachalot::train

@@ -21,6 +21,7 @@ namespace {
 
 constexpr std::string_view kFormat = "cachalot training state 1";
 constexpr const char* kMixing = "mixing";
+constexpr std::string_view kSetting = "setting/";
 constexpr std::string_view kPrefix = "state-", kSuffix = ".safetensors";
 
 TensorView view(const std::vector<float>& values) {
@@ -144,17 +145,19 @@ Status save_state(const std::string& path,
       tensors.push_back({"second/" + parameter.spec.name, view(states[i].second)});
     }
   }
-  return io::write_safetensors(
-      path,
-      tensors,
-      {{"format", std::string(kFormat)},
-       {"step", fmt::format("{}", position.step)},
-       {"tokens", fmt::format("{}", position.tokens)},
-       {"epoch", fmt::format("{}", position.epoch)},
-       {"batch", fmt::format("{}", position.batch)},
-       // The shortest text that reads back as the same double.
-       {"mean_loss", fmt::format("{}", position.mean_loss)},
-       {kMixing, std::string(kMixingNames[static_cast<size_t>(position.mixing)])}});
+  std::map<std::string, std::string> metadata = {
+      {"format", std::string(kFormat)},
+      {"step", fmt::format("{}", position.step)},
+      {"tokens", fmt::format("{}", position.tokens)},
+      {"epoch", fmt::format("{}", position.epoch)},
+      {"batch", fmt::format("{}", position.batch)},
+      // The shortest text that reads back as the same double.
+      {"mean_loss", fmt::format("{}", position.mean_loss)},
+      {kMixing, std::string(kMixingNames[static_cast<size_t>(position.mixing)])}};
+  for (const auto& [key, value] : position.settings) {
+    metadata[std::string(kSetting) + key] = value;
+  }
+  return io::write_safetensors(path, tensors, metadata);
 }
 
 Result<RunPosition> load_state(const std::string& path,
@@ -190,6 +193,12 @@ Result<RunPosition> load_state(const std::string& path,
       return error(Code::kDataLoss, "{}: '{}' is '{}'", path, kMixing, name);
     }
     position.mixing = static_cast<Mixing>(found - kMixingNames.begin());
+  }
+  // Nor have old states settings, which are then not compared.
+  for (const auto& [key, value] : file.metadata()) {
+    if (key.starts_with(kSetting)) {
+      position.settings[key.substr(kSetting.size())] = value;
+    }
   }
   for (size_t i = 0; i < parameters.all().size(); ++i) {
     Parameter<float>& parameter = parameters.all()[i];
@@ -284,7 +293,7 @@ Status export_run(const std::string& folder,
   if (step_of(nlohmann::json::parse(text, nullptr, false)) != step) {
     return {};
   }
-  return write_file(target, text);
+  return replace_file(target, text);
 }
 
 }  // namespace cachalot::train

@@ -19,6 +19,7 @@
 #include "text/tokenizer.h"
 #include "train/optimizer.h"
 #include "train/parameters.h"
+#include "train/run_config.h"
 #include "train/streams.h"
 
 namespace cachalot::train {
@@ -46,6 +47,7 @@ struct RunPosition {
   int64_t batch = 0;   // its index in the epoch
   double mean_loss = 0;
   Mixing mixing = Mixing::kManifold;  // what the weights were trained for
+  Settings settings;                  // of its steps; data.train says what it holds
 };
 
 // The step that a record of log.jsonl or of draft_calibration.json names.

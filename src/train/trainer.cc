@@ -122,7 +122,7 @@ Status cut_log(const std::string& path, int64_t step) {
     }
     begin = end + 1;
   }
-  return write_file(path, kept);
+  return replace_file(path, kept);
 }
 
 }  // namespace
@@ -200,11 +200,15 @@ Status Trainer::check_mixing(const RunPosition& position, const char* key) const
 
 Status Trainer::start(bool resume) {
   const std::string log_path = config_.out + "/log.jsonl";
+  Settings settings = step_settings_of(config_);
+  settings["data.train"] = json_quote(corpus_.summary());
+  CACHALOT_RETURN_IF_ERROR(remove_unfinished(config_.out));
   if (resume) {
     saved_step_ = saved_steps(config_.out).back();
-    CACHALOT_TRY(
-        position_,
-        load_state(state_path(config_.out, saved_step_), *parameters_, &optimizer_->states()));
+    const std::string state = state_path(config_.out, saved_step_);
+    CACHALOT_TRY(position_, load_state(state, *parameters_, &optimizer_->states()));
+    CACHALOT_RETURN_IF_ERROR(
+        check_resumed(settings, position_.settings, position_.tokens).with(state));
     CACHALOT_RETURN_IF_ERROR(check_mixing(position_, "run.out"));
     CACHALOT_RETURN_IF_ERROR(cut_log(log_path, position_.step));
   } else {
@@ -223,10 +227,11 @@ Status Trainer::start(bool resume) {
     }
     CACHALOT_RETURN_IF_ERROR(make_directories(config_.out));
     CACHALOT_RETURN_IF_ERROR(
-        write_file(config_.out + "/config.json", model::config_to_json(model_.config)));
-    CACHALOT_RETURN_IF_ERROR(write_file(config_.out + "/tokenizer.json", model_.tokenizer_json));
-    CACHALOT_RETURN_IF_ERROR(write_file(log_path, ""));
+        replace_file(config_.out + "/config.json", model::config_to_json(model_.config)));
+    CACHALOT_RETURN_IF_ERROR(replace_file(config_.out + "/tokenizer.json", model_.tokenizer_json));
+    CACHALOT_RETURN_IF_ERROR(replace_file(log_path, ""));
   }
+  position_.settings = std::move(settings);
   parameters_->apply(config_.forward.quant, &pool_);
   return {};
 }
@@ -421,8 +426,8 @@ Status Trainer::evaluate_heldout(const Listener& listener, bool last) {
     listener.on_draft_evaluation(step, evaluation);
   }
   if (last && !evaluation.samples.empty()) {
-    return write_file(config_.out + "/" + model::kDraftCalibrationFile,
-                      draft_calibration_json(fit_draft_calibration(evaluation.samples), step));
+    return replace_file(config_.out + "/" + model::kDraftCalibrationFile,
+                        draft_calibration_json(fit_draft_calibration(evaluation.samples), step));
   }
   return {};
 }

@@ -44,7 +44,8 @@ struct StepRecord {
 // was interrupted or not.
 class Trainer {
  public:
-  // Starts a run in a folder without states, or, with `resume`, continues from the last state.
+  // Starts a run in a folder without states, or, with `resume`, continues from the last state, if
+  // the settings are those of the run (check_resumed).
   static Result<std::unique_ptr<Trainer>> create(const RunConfig& config, bool resume);
 
   struct Listener {

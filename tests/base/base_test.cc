@@ -1,6 +1,11 @@
+#include <fcntl.h>
 #include <gtest/gtest.h>
 #include <sys/stat.h>
+#include <sys/syscall.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cmath>
@@ -17,6 +22,21 @@
 #include "base/rng.h"
 #include "base/thread_pool.h"
 #include "base/utf8.h"
+
+namespace {
+
+int synced_files = 0, synced_directories = 0;
+
+}  // namespace
+
+// Stands before the C library's, to see what is synced.
+extern "C" int fsync(int fd) {
+  struct stat info{};
+  if (::fstat(fd, &info) == 0) {
+    ++(S_ISDIR(info.st_mode) ? synced_directories : synced_files);
+  }
+  return static_cast<int>(::syscall(SYS_fsync, fd));
+}
 
 namespace cachalot {
 namespace {
@@ -190,6 +210,112 @@ TEST(File, WritesReadsAndMaps) {
   EXPECT_EQ(mapped->bytes().size(), text.size() + 1);
   ASSERT_TRUE(write_file(directory.file("empty"), "").ok());
   EXPECT_TRUE(MappedFile::open(directory.file("empty")).ok());
+}
+
+std::vector<std::string> names(const std::string& directory) {
+  std::vector<std::string> found;
+  for (const auto& entry : std::filesystem::directory_iterator(directory)) {
+    found.push_back(entry.path().filename().string());
+  }
+  std::sort(found.begin(), found.end());
+  return found;
+}
+
+TEST(File, AppearsWholeOrNotAtAll) {
+  const TemporaryDirectory directory;
+  const std::string path = directory.file("a");
+  {
+    auto file = NewFile::create(path);
+    ASSERT_TRUE(file.ok() && file->write("half").ok());
+    EXPECT_FALSE(file_exists(path));
+    auto same = NewFile::create(path);  // two writers do not share a temporary file
+    ASSERT_TRUE(same.ok() && same->write("whole").ok());
+    NewFile moved = std::move(*same);
+    ASSERT_TRUE(moved.commit().ok());
+    EXPECT_EQ(*read_file(path), "whole");
+  }
+  EXPECT_EQ(names(directory.file("")), std::vector<std::string>{"a"});
+}
+
+TEST(File, ReplacedFilesAndTheirNamesAreOnTheDisk) {
+  const TemporaryDirectory directory;
+  for (const auto write : {write_file, replace_file}) {
+    synced_files = synced_directories = 0;
+    ASSERT_TRUE(write(directory.file("a"), "x").ok());
+    EXPECT_EQ(synced_files, 1);
+    EXPECT_EQ(synced_directories, 1);
+  }
+}
+
+TEST(File, RemovesWhatInterruptedWritersLeft) {
+  const TemporaryDirectory directory;
+  auto living = NewFile::create(directory.file("state"));
+  ASSERT_TRUE(living.ok() && living->write("x").ok());
+  const pid_t child = ::fork();
+  if (child == 0) {  // ends without a commit
+    auto file = NewFile::create(directory.file("state"));
+    ::_exit(file.ok() && file->write("torn").ok() ? 0 : 1);
+  }
+  int status = 1;
+  ASSERT_EQ(::waitpid(child, &status, 0), child);
+  ASSERT_EQ(status, 0);
+  for (const char* kept : {"notes.tmp", "a.1.tmp", "1-2.tmp", ".1-2.tmp", "b.1-2.tmpx"}) {
+    ASSERT_TRUE(write_file(directory.file(kept), "mine").ok());
+  }
+  ASSERT_TRUE(write_file(directory.file("b.12-3.tmp"), "torn").ok());
+  EXPECT_EQ(names(directory.file("")).size(), 8u);
+  ASSERT_TRUE(remove_unfinished(directory.file("")).ok());
+  ASSERT_TRUE(living->commit().ok());
+  EXPECT_EQ(names(directory.file("")),
+            (std::vector<std::string>{
+                ".1-2.tmp", "1-2.tmp", "a.1.tmp", "b.1-2.tmpx", "notes.tmp", "state"}));
+  EXPECT_TRUE(remove_unfinished(directory.file("absent")).ok());
+}
+
+// What a user's path names is written as a shell would; what a program owns is replaced.
+TEST(File, OutputGoesWhereThePathLeads) {
+  const TemporaryDirectory directory;
+  const std::string real = directory.file("real"), link = directory.file("link"),
+                    chain = directory.file("chain"), dangling = directory.file("dangling");
+  ASSERT_TRUE(write_file(real, "old").ok());
+  ASSERT_EQ(::chmod(real.c_str(), 0600), 0);
+  ASSERT_EQ(::symlink("real", link.c_str()), 0);
+  ASSERT_EQ(::symlink(link.c_str(), chain.c_str()), 0);
+  ASSERT_EQ(::symlink("new", dangling.c_str()), 0);
+  ASSERT_TRUE(write_file(chain, "through").ok());
+  EXPECT_TRUE(std::filesystem::is_symlink(chain) && std::filesystem::is_symlink(link));
+  EXPECT_EQ(*read_file(real), "through");
+  struct stat info{};
+  ASSERT_EQ(::stat(real.c_str(), &info), 0);
+  EXPECT_EQ(info.st_mode & 07777, 0600u);
+  ASSERT_TRUE(write_file(dangling, "x").ok());
+  EXPECT_TRUE(std::filesystem::is_symlink(dangling));
+  EXPECT_EQ(*read_file(directory.file("new")), "x");
+  ASSERT_TRUE(replace_file(link, "own").ok());
+  EXPECT_FALSE(std::filesystem::is_symlink(link));
+  EXPECT_EQ(*read_file(real), "through");
+
+  ASSERT_EQ(::symlink("loop", directory.file("loop").c_str()), 0);
+  EXPECT_NE(write_file(directory.file("loop"), "x").message().find("loop'"), std::string::npos);
+
+  const std::string fifo = directory.file("fifo"), text(300000, 'y');
+  ASSERT_EQ(::mkfifo(fifo.c_str(), 0600), 0);
+  std::string received;
+  std::thread reader([&] { received = *read_file(fifo); });
+  EXPECT_TRUE(write_file(fifo, text).ok());
+  reader.join();
+  EXPECT_EQ(received, text);
+  EXPECT_TRUE(std::filesystem::is_fifo(fifo));
+
+  EXPECT_TRUE(write_file("/dev/null", "x").ok());
+  EXPECT_NE(write_file("/dev/full", "x").message().find("'/dev/full'"), std::string::npos);
+  EXPECT_NE(write_file(directory.file("."), "x").message().find("cannot open"), std::string::npos);
+
+  // An open file, as /dev/stdout is one, is continued where it stands.
+  const int fd = ::open(real.c_str(), O_WRONLY | O_APPEND);
+  ASSERT_TRUE(write_file(fmt::format("/dev/fd/{}", fd), " and on").ok());
+  ::close(fd);
+  EXPECT_EQ(*read_file(real), "through and on");
 }
 
 TEST(File, ErrorsNameTheFile) {

@@ -119,6 +119,26 @@ std::ptrdiff_t begin_of_data(const std::vector<uint8_t>& file) {
   return scan + 2 + file[static_cast<size_t>(scan) + 3];
 }
 
+// A code that the data have not defined stands for no pixels: another image would be shown. Pillow
+// refuses the same files.
+TEST(Gif, UndefinedCodesAreRefused) {
+  const std::vector<uint8_t> whole = golden_file("plain.gif");
+  for (const auto& [at, value] :
+       {std::pair<size_t, uint8_t>{74, 224}, {78, 116}, {80, 102}, {81, 249}}) {
+    std::vector<uint8_t> file = whole;
+    file[at] = value;
+    EXPECT_NE(error_of(file).find("is not defined"), std::string::npos) << at << error_of(file);
+  }
+  std::vector<uint8_t> file = whole;
+  file[6] = file[66] = 24;  // a wider canvas and frame than there are pixels for
+  EXPECT_EQ(error_of(file), "GIF: the frame ends after 391 of 408 pixels");
+  // The image is whole without what stands behind its last pixel.
+  file = whole;
+  file.resize(whole.size() - 2);
+  ASSERT_EQ(error_of(file), "none");
+  EXPECT_EQ(decode(file)->rgb, decode(whole)->rgb);
+}
+
 TEST(Jpeg, DataThatIsMissingBeforeTheEndMarkerIsRefused) {
   const std::string missing = "JPEG: Corrupt JPEG data: premature end of data segment";
   const std::vector<uint8_t> whole = golden_file("420.jpg");

@@ -107,6 +107,22 @@ TEST_F(ShardedTest, TensorInTheWrongShard) {
   expect_refused({"\"a\": listed in 'y', found in", "\"b\": listed in 'x', found in"});
 }
 
+TEST_F(ShardedTest, ErrorsNameTheFirstTensorsOrAll) {
+  std::vector<std::string> names;
+  std::string map;
+  for (int i = 10; i < 22; ++i) {
+    names.push_back("t" + std::to_string(i));
+    map += (map.empty() ? "" : ",") + ("\"u" + std::to_string(i) + "\":\"x\"");
+  }
+  shard("x", names);
+  index("{\"weight_map\":{" + map + "}}");
+  expect_refused({"\"t19\" in", "\"u19\" in 'x', and 2 more"});
+  const auto all = ShardedTensors::open(directory_.path(), NameList::kAll);
+  for (const std::string part : {"\"t21\"", "\"u21\" in 'x'"}) {
+    EXPECT_NE(all.error().message().find(part), std::string::npos) << all.error().message();
+  }
+}
+
 TEST_F(ShardedTest, WrongTotalSize) {
   shard("x", {"a"});
   index(R"({"metadata":{"total_size":2},"weight_map":{"a":"x"}})");

@@ -103,6 +103,24 @@ TEST_F(CheckpointTest, OpensAndResolves) {
   EXPECT_TRUE(checkpoint.verify(pool).empty());
 }
 
+// A loader says how many more there are; a tool that looks for faults names all.
+TEST_F(CheckpointTest, NamesEveryWrongTensorWhereAsked) {
+  Tensors tensors = load();
+  constexpr int64_t kWrong = 12;
+  for (int64_t i = 0; i < kWrong; ++i) {
+    tensors[fmt::format("extra.{}.", i)] = {DType::kU8, {1}, {0}};
+    tensors.erase(fmt::format("layers.0.ffn.experts.{}.w{}.weight", i % 8, 1 + i / 8));
+  }
+  save(tensors);
+  expect_refused({"12 tensors missing: ", "12 tensors unexpected: ", ", and 2 more"});
+  const std::string all = refusal(Checkpoint::Values::kUnchecked);
+  EXPECT_EQ(all.find("more"), std::string::npos);
+  for (int64_t i = 0; i < kWrong; ++i) {
+    EXPECT_NE(all.find(fmt::format("extra.{}.", i)), std::string::npos) << i;
+    EXPECT_NE(all.find(fmt::format("experts.{}.w{}.weight", i % 8, 1 + i / 8)), std::string::npos);
+  }
+}
+
 TEST_F(CheckpointTest, MissingDirectoryAndConfig) {
   EXPECT_FALSE(Checkpoint::open("/no/such").ok());
   Tensors tensors = load();
@@ -142,7 +160,7 @@ TEST_F(CheckpointTest, A56_ManyMissingAreCut) {
   std::erase_if(tensors,
                 [](const auto& item) { return item.first.find(".experts.") != std::string::npos; });
   save(tensors);
-  expect_refused({"504 tensors missing: layers.0.ffn.experts.0.w1.weight", ", ..."});
+  expect_refused({"504 tensors missing: layers.0.ffn.experts.0.w1.weight", ", and 494 more"});
 }
 
 TEST_F(CheckpointTest, WrongShapeAndDtype) {

@@ -42,32 +42,47 @@ TEST_F(AppTest, UnknownEndpointsAndMethods) {
   EXPECT_EQ(send("DELETE", "/health")->wait().status, 405);
 }
 
-// Bodies of all kinds that are not requests: an error each, and the server goes on.
+// Bodies of all kinds that are not requests: an error each, for the reason that is meant, and the
+// server goes on.
 TEST_F(AppTest, A71_HostileBodies) {
   engine_->say("x");
-  std::vector<std::string> bodies = {
-      "",
-      "null",
-      "3",
-      "\"x\"",
-      "[]",
-      "{",
-      "{\"a\":1,}",
-      "{\"messages\": NaN}",
-      "\xff\xfe{}",
-      "{\"messages\":[{\"role\":\"user\",\"content\":\"\xc3\x28\"}]}",
-      "{\"n\": 1e999}",
-      "{\"messages\":[],\"messages\":3}",
-      std::string(1000, '\0'),
-      "{\"seed\": " + std::string(100000, '9') + "}"};
+  std::vector<std::pair<std::string, std::string>> bodies = {
+      {"", "column 1: syntax error while parsing value - unexpected end of input"},
+      {"null", "must be an object, not null"},
+      {"3", "must be an object, not a number"},
+      {"\"x\"", "must be an object, not a string"},
+      {"[]", "must be an object, not an array"},
+      {"{", "column 2: syntax error while parsing object key - unexpected end of input"},
+      {"{\"a\":1,}", "column 8: syntax error while parsing object key - unexpected '}'"},
+      {"{\"messages\": NaN}", "column 14: syntax error while parsing value - invalid literal"},
+      {"\xff\xfe{}", "column 1: syntax error while parsing value - invalid literal"},
+      {"{\"messages\":[{\"role\":\"user\",\"content\":\"\xc3\x28\"}]}", "ill-formed UTF-8"},
+      {"{\"n\": 1e999}", "number overflow parsing '1e999'"},
+      {std::string(1000, '\0'), "column 1: syntax error while parsing value"},
+      {"{\"seed\": " + std::string(100000, '9') + "}", "number overflow parsing '999"}};
   for (const size_t depth : {64, 1000, 10000, 1000000}) {
     for (const char* key : {"messages", "unknown"}) {
-      bodies.push_back("{\"messages\":[{\"role\":\"user\",\"content\":\"x\"}],\"" +
-                       std::string(key) + "\":" + std::string(depth, '[') +
-                       std::string(depth, ']') + "}");
+      bodies.emplace_back("{\"messages\":[{\"role\":\"user\",\"content\":\"x\"}],\"" +
+                              std::string(key) + "\":" + std::string(depth, '[') +
+                              std::string(depth, ']') + "}",
+                          "nested more than 64 deep");
     }
-    bodies.push_back(std::string(depth, '{'));
+    std::string objects;
+    for (size_t i = 0; i <= depth; ++i) {
+      objects += "{\"a\":";
+    }
+    bodies.emplace_back(std::move(objects), "nested more than 64 deep");
   }
+  const auto refuse = [&](const char* path, const std::string& body, const std::string& reason) {
+    const HttpResponse response = send("POST", path, body)->wait();
+    EXPECT_EQ(response.status, 400) << path << " " << body.substr(0, 80);
+    const json error = json::parse(response.body)["error"];
+    const std::string message = error["message"];
+    EXPECT_NE(message.find(reason), std::string::npos)
+        << path << " " << body.substr(0, 80) << ": " << message;
+    EXPECT_LT(message.size(), 1100);
+    EXPECT_EQ(error["type"], "invalid_request_error");
+  };
   for (const char* path : {"/v1/chat/completions",
                            "/v1/completions",
                            "/v1/messages",
@@ -75,13 +90,14 @@ TEST_F(AppTest, A71_HostileBodies) {
                            "/v1/messages/count_tokens",
                            "/tokenize",
                            "/detokenize"}) {
-    for (const std::string& body : bodies) {
-      const HttpResponse response = send("POST", path, body)->wait();
-      EXPECT_EQ(response.status, 400) << path << " " << body.substr(0, 80);
-      const json error = json::parse(response.body)["error"];
-      EXPECT_LT(error["message"].get<std::string>().size(), 1100);
-      EXPECT_EQ(error["type"], "invalid_request_error");
+    for (const auto& [body, reason] : bodies) {
+      refuse(path, body, reason);
     }
+  }
+  // Of a repeated key the last value counts.
+  for (const char* path :
+       {"/v1/chat/completions", "/v1/messages", "/v1/messages/count_tokens", "/tokenize"}) {
+    refuse(path, "{\"messages\":[],\"messages\":3}", "messages must be an array, not a number");
   }
   EXPECT_TRUE(engine_->seeds().empty());
   ask("/v1/completions", {{"prompt", "x"}});

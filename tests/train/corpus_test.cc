@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <set>
 
 #include "base/file.h"
@@ -56,6 +57,64 @@ TEST_F(CorpusTest, ReadsTextLinesAndShards) {
   EXPECT_EQ(document(0), hi);
   EXPECT_EQ(document(2), (std::vector<int32_t>{7, 8, 9}));
   EXPECT_EQ(document(4), (std::vector<int32_t>{4, 3}));
+}
+
+// The format does not align what it stores: here an odd header and an odd tensor come first.
+TEST_F(CorpusTest, ReadsShardsAtEveryOffset) {
+  const std::vector<int32_t> tokens = {5, 6, 4, 3, 11};
+  const std::vector<int64_t> begin = {0, 2, 2, 5};
+  for (size_t odd = 0; odd < 9; ++odd) {
+    std::string header =
+        fmt::format(R"({{"odd": {{"dtype": "U8", "shape": [{0}], "data_offsets": [0, {0}]}},)"
+                    R"("tokens": {{"dtype": "I32", "shape": [5], "data_offsets": [{0}, {1}]}},)"
+                    R"("begin": {{"dtype": "I64", "shape": [4], "data_offsets": [{1}, {2}]}}}})",
+                    odd,
+                    odd + 20,
+                    odd + 52);
+    header.append(8 - header.size() % 8, ' ');
+    std::string file(8, '\0');
+    file[0] = static_cast<char>(header.size() % 256);
+    file[1] = static_cast<char>(header.size() / 256);
+    file += header + std::string(odd, 'x');
+    file.append(reinterpret_cast<const char*>(tokens.data()), tokens.size() * sizeof tokens[0]);
+    file.append(reinterpret_cast<const char*>(begin.data()), begin.size() * sizeof begin[0]);
+    Corpus corpus;
+    const Status status = corpus.add(
+        write("odd.safetensors", file), tokenizer_, {.eos = 1, .vocab_size = 512}, pool_);
+    ASSERT_TRUE(status.ok()) << status.message();
+    ASSERT_EQ(corpus.documents(), 3);
+    EXPECT_EQ(corpus.length(1), 0);
+    EXPECT_TRUE(std::ranges::equal(corpus.document(0), std::span(tokens).first(2)));
+    EXPECT_TRUE(std::ranges::equal(corpus.document(2), std::span(tokens).subspan(2)));
+  }
+}
+
+TEST_F(CorpusTest, RefusesShardsWhoseDocumentsAreNotAllOfTheirTokens) {
+  std::vector<int32_t> tokens = {5, 6, 4, 512};
+  const auto shard = [&](std::vector<int64_t> begin, int64_t count, DType dtype = DType::kI32) {
+    const std::vector<io::SafetensorsFile::Tensor> tensors = {
+        {"begin", TensorView(begin.data(), DType::kI64, {static_cast<int64_t>(begin.size())})},
+        {"tokens", TensorView(tokens.data(), dtype, {count})}};
+    EXPECT_TRUE(io::write_safetensors(directory_.file("s.safetensors"), tensors).ok());
+    return add(directory_.file("s.safetensors"));
+  };
+  EXPECT_TRUE(shard({0}, 0).ok());  // an empty shard
+  EXPECT_TRUE(shard({0, 0}, 0).ok());
+  EXPECT_EQ(corpus_.documents(), 1);
+  const std::vector<std::pair<Status, std::string>> faults = {
+      {shard({}, 0), "they are I32 [0] and I64 [0]"},
+      {shard({0, 3}, 3, DType::kU8), "they are U8 [3] and I64 [2]"},
+      {shard({1, 3}, 3), "'begin' goes from 1 to 3; it must cover the 3 tokens"},
+      {shard({0, 2}, 3), "'begin' goes from 0 to 2"},
+      {shard({0}, 3), "'begin' goes from 0 to 0"},
+      {shard({0, 2, 1, 3}, 3), "document 1 is [2, 1)"},
+      {shard({0, 4, 3}, 3), "document 0 is [0, 4)"},
+      {shard({0, -1, 3}, 3), "document 0 is [0, -1)"},
+      {shard({0, 2, 4}, 4), "document 1: token 512"},
+  };
+  for (const auto& [status, text] : faults) {
+    EXPECT_NE(status.message().find(text), std::string::npos) << text << ": " << status.message();
+  }
 }
 
 TEST_F(CorpusTest, LearnsOnlyTheAnswerOfAChat) {

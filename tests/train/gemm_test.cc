@@ -92,6 +92,9 @@ TEST(Gemm, EmptyProducts) {
   gemm(nullptr, Gemm<float>{.m = 0, .n = 2, .k = 3});
 }
 
+// `tolerance` is about two ulps of 1: one rounding of a product, one of a partial sum, of values
+// around 1, so that n terms are allowed n of it; exp() is exact to two ulps of its result and to
+// half an ulp of its argument, below 4 here.
 template <class Real>
 void check_vectors(double tolerance) {
   for (int64_t n : {1, 3, 8, 31, 64, 129}) {
