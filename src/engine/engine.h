@@ -153,8 +153,11 @@ struct EngineOptions {
   // refused.
   int64_t image_bytes = int64_t{4} << 30;
   int64_t image_cache_bytes = int64_t{512} << 20;  // rows of images used lately
-  SpeculationOptions speculation;                  // of a runtime with a drafter
-  kvcache::TierOptions tiers;                      // stores behind the page pools
+  // That a request which is next waits for its prefix to be read from the stores; the rest is
+  // computed.
+  std::chrono::milliseconds prefix_wait{1000};
+  SpeculationOptions speculation;  // of a runtime with a drafter
+  kvcache::TierOptions tiers;      // stores behind the page pools
 
   // Requests that are taken at a time.
   int64_t max_present() const { return max_running + max_waiting; }
