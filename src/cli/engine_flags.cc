@@ -60,6 +60,11 @@ void EngineFlags::add_to(CLI::App& app) {
                  "Hours since its last use that a prefix stays on disk")
       ->check(CLI::Range(0.0, 1e6))
       ->capture_default_str();
+  app.add_option("--prefix-wait",
+                 prefix_wait,
+                 "Seconds that a request waits for its prefix to be read; the rest is computed")
+      ->check(CLI::Range(0.0, 1e6))
+      ->capture_default_str();
   app.add_option("--redis", tiers.redis, "Share prefixes with other servers: redis://HOST[:PORT]");
 }
 
@@ -68,6 +73,7 @@ engine::EngineOptions EngineFlags::options() const {
   out.chunk = run.chunk;
   out.speculation.length = run.spec_length;
   out.state_ttl = std::chrono::seconds(window_ttl);
+  out.prefix_wait = std::chrono::milliseconds(static_cast<int64_t>(prefix_wait * 1000));
   out.tiers.redis_ttl = static_cast<double>(window_ttl);
   out.tiers.disk_retention = disk_retention_hours * 3600;
   out.prefix_cache = prefix_cache == "on";

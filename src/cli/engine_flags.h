@@ -15,6 +15,7 @@ struct EngineFlags {
   std::string prefix_cache = "on";
   int64_t window_ttl = 300;
   double disk_retention_hours = 72;
+  double prefix_wait = 1;
 
   void add_to(CLI::App& app);
   engine::EngineOptions options() const;

@@ -15,7 +15,8 @@
 namespace cachalot::engine {
 namespace {
 
-// How late a request may end for want of time while nothing but images is at work.
+// How late a request may end for want of time, or go on without its prefix, while nothing but
+// images and stores is at work.
 constexpr std::chrono::milliseconds kExpiryInterval{100};
 
 // A Scheduler with a thread of its own. Everything under `mutex_` is shared with the callers;
@@ -28,10 +29,10 @@ class ThreadedEngine : public Engine {
         stats_(scheduler->stats()),
         weights_(runtime.loaded()),
         scheduler_(std::move(scheduler)) {
-    scheduler_->on_image([this] {
+    scheduler_->on_ready([this] {
       {
         const std::lock_guard lock(mutex_);
-        image_ready_ = true;
+        ready_ = true;
       }
       wake_.notify_one();
     });
@@ -197,7 +198,7 @@ class ThreadedEngine : public Engine {
         std::unique_lock lock(mutex_);
         const auto told = [&] {
           return !submitted_.empty() || !cancelled_.empty() || cancelling_ ||
-                 next_weights_ != nullptr || std::exchange(image_ready_, false);
+                 next_weights_ != nullptr || std::exchange(ready_, false);
         };
         if (scheduler_->blocked()) {
           wake_.wait_for(lock, kExpiryInterval, told);  // requests may run out of time
@@ -240,7 +241,7 @@ class ThreadedEngine : public Engine {
   std::condition_variable empty_;  // all requests have ended
   std::deque<Submission> submitted_;
   std::vector<RequestId> cancelled_;
-  bool image_ready_ = false;
+  bool ready_ = false;  // an image or a prefix
   bool draining_ = false;
   bool cancelling_ = false;
   bool stopping_ = false;

@@ -26,18 +26,18 @@ namespace cachalot::engine {
 
 using RequestId = uint64_t;
 
-// Narrows the next token, for structured output and named tools. One object per request; called on
-// the engine thread alone.
+// Narrows the next token, for structured output and named tools. One object per request, called on
+// one thread at a time. Steps wait for it: what takes too long is an error, which ends its request.
 class TokenConstraint {
  public:
   virtual ~TokenConstraint() = default;
   // One bit per vocabulary id, little-endian 32-bit words, set: allowed. False: everything is
   // allowed and `bits` was left alone.
-  virtual bool fill(std::vector<uint32_t>& bits) = 0;
+  virtual Result<bool> fill(std::vector<uint32_t>& bits) = 0;
   // The token was emitted. False: the constraint is violated, an error of the caller.
-  virtual bool accept(int32_t token) = 0;
+  virtual Result<bool> accept(int32_t token) = 0;
   // The output is complete: only EOS may follow.
-  virtual bool finished() const = 0;
+  virtual Result<bool> finished() = 0;
 };
 
 // An image of a prompt; see prompt_images.h.
@@ -153,8 +153,11 @@ struct EngineOptions {
   // refused.
   int64_t image_bytes = int64_t{4} << 30;
   int64_t image_cache_bytes = int64_t{512} << 20;  // rows of images used lately
-  SpeculationOptions speculation;                  // of a runtime with a drafter
-  kvcache::TierOptions tiers;                      // stores behind the page pools
+  // That a request which is next waits for its prefix to be read from the stores; the rest is
+  // computed.
+  std::chrono::milliseconds prefix_wait{1000};
+  SpeculationOptions speculation;  // of a runtime with a drafter
+  kvcache::TierOptions tiers;      // stores behind the page pools
 
   // Requests that are taken at a time.
   int64_t max_present() const { return max_running + max_waiting; }

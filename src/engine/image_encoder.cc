@@ -43,11 +43,6 @@ std::shared_ptr<const EncodedImage> ImageEncoder::encode(
   return encoded;
 }
 
-void ImageEncoder::wait() {
-  std::unique_lock lock(mutex_);
-  done_.wait(lock, [&, before = ended_] { return ended_ != before || (jobs_.empty() && !busy_); });
-}
-
 Histogram ImageEncoder::seconds() const {
   const std::lock_guard lock(mutex_);
   return seconds_;
@@ -60,7 +55,6 @@ void ImageEncoder::run() {
     if (stopping_) {
       return;
     }
-    busy_ = true;
     const std::weak_ptr<EncodedImage> job = std::move(jobs_.front());
     jobs_.pop_front();
     lock.unlock();
@@ -69,9 +63,6 @@ void ImageEncoder::run() {
       on_ready_();
     }
     lock.lock();
-    busy_ = false;
-    ++ended_;
-    done_.notify_all();
   }
 }
 

@@ -60,8 +60,6 @@ class ImageEncoder {
   // Any thread. The weights are held until the image was encoded.
   std::shared_ptr<const EncodedImage> encode(std::shared_ptr<const LoadedModel> weights,
                                              std::shared_ptr<const image::Picture> picture);
-  // Blocks until the thread is through with another image or nothing is left to do.
-  void wait();
 
   // Seconds of every image that was encoded to its end.
   Histogram seconds() const;
@@ -82,10 +80,8 @@ class ImageEncoder {
   std::unique_ptr<ops::BackgroundStream> stream_;
 
   mutable std::mutex mutex_;
-  std::condition_variable wake_, done_;
+  std::condition_variable wake_;
   std::deque<std::weak_ptr<EncodedImage>> jobs_;
-  uint64_t ended_ = 0;
-  bool busy_ = false;
   std::atomic<bool> stopping_ = false;  // written under the mutex
   Histogram seconds_ = Histogram::of_latencies();
   std::thread thread_;  // started by the first image

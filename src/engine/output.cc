@@ -6,6 +6,18 @@
 #include "base/format.h"
 
 namespace cachalot::engine {
+namespace {
+
+// The token was drawn. True: the output is complete.
+Result<bool> follow(TokenConstraint& constraint, int32_t token) {
+  CACHALOT_TRY(const bool accepted, constraint.accept(token));
+  if (!accepted) {
+    return error(Code::kInternal, "the constraint refuses token {}, which it allowed", token);
+  }
+  return constraint.finished();
+}
+
+}  // namespace
 
 Decided<TokenOutput> token_output(const LogitsRow& row, int32_t token, int64_t top) {
   const Decided<float> own = logprob(row, token);
@@ -33,11 +45,22 @@ int64_t Output::wanted() const {
   return std::max(sampler_.wanted(request_.constraint != nullptr), request_.top_logprobs);
 }
 
+void Output::fill_mask() {
+  if (request_.constraint != nullptr && !masked_) {
+    masked_ = request_.constraint->fill(allowed_);
+  }
+}
+
 bool Output::next(const StepLogits& logits, int64_t row, Event& event, const Draft* draft) {
   TokenConstraint* const constraint = request_.constraint.get();
-  const bool masked = constraint != nullptr && constraint->fill(allowed_);
+  fill_mask();
+  const Result<bool> masked = std::exchange(masked_, std::nullopt).value_or(false);
+  if (!masked.ok()) {
+    event.status = masked.status();
+    return false;
+  }
   const std::span<const uint32_t> allowed =
-      masked ? std::span<const uint32_t>(allowed_) : std::span<const uint32_t>();
+      *masked ? std::span<const uint32_t>(allowed_) : std::span<const uint32_t>();
   const Result<Decided<Verdict>> verdict = logits.decide(row, [&](const LogitsRow& known) {
     return draft != nullptr ? judge(sampler_, known, allowed, *draft)
                             : sampler_.sample(known, allowed).map([](int32_t token) {
@@ -74,12 +97,12 @@ bool Output::next(const StepLogits& logits, int64_t row, Event& event, const Dra
   }
   event.tokens.push_back(std::move(output));
   event.text += stop_.push(detokenizer_.push(token));
-  if (constraint != nullptr && !constraint->accept(token)) {
-    event.status =
-        error(Code::kInternal, "the constraint refuses token {}, which it allowed", token);
+  const Result<bool> complete = constraint != nullptr ? follow(*constraint, token) : false;
+  if (!complete.ok()) {
+    event.status = complete.status();
   } else if (stop_.stopped()) {
     end(StopReason::kStopString, event);
-  } else if (constraint != nullptr && constraint->finished()) {
+  } else if (*complete) {
     end(StopReason::kConstraint, event);
   } else if (count_ >= max_tokens_) {
     end(StopReason::kLength, event);

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <vector>
 
@@ -23,6 +24,8 @@ class Output {
          int64_t max_tokens,
          int32_t eos);
 
+  // Fills the mask of the next token ahead, on any thread while no other uses the output.
+  void fill_mask();
   // Draws the next token from row `row` of the logits and adds what follows from it to `event`: the
   // token, the text that is now certain, the end. An error of the constraint or of a device is the
   // event's status. With a draft for this position, true if that is the token.
@@ -44,7 +47,8 @@ class Output {
   Sampler sampler_;
   text::Detokenizer detokenizer_;
   StopMatcher stop_;
-  std::vector<uint32_t> allowed_;
+  std::optional<Result<bool>> masked_;  // what the constraint said of the next token
+  std::vector<uint32_t> allowed_;       // and the mask, if it is one
 };
 
 // `token` with its log-probability and the `top` best alternatives.

@@ -79,12 +79,13 @@ void PrefixCache::read_ahead(Sequence& sequence) {
 }
 
 Status PrefixCache::absorb(Sequence& sequence) {
-  const std::shared_ptr<const kvcache::Tiers::Load> load = std::exchange(sequence.load, nullptr);
+  const std::shared_ptr<kvcache::Tiers::Load> load = std::exchange(sequence.load, nullptr);
   if (load == nullptr || !enabled_) {
     return {};
   }
   int64_t pages = sequence.loaded_from;
-  for (const kvcache::Tiers::Loaded::Item& item : load->wait().items) {
+  const kvcache::Tiers::Loaded loaded = load->take();
+  for (const kvcache::Tiers::Loaded::Item& item : loaded.items) {
     const kvcache::Object& object = item.object;
     const bool is_page = object.kind == kvcache::ObjectKind::kPage;
     kvcache::PagePool& pool = is_page ? runtime_.pages() : runtime_.states();

@@ -41,8 +41,8 @@ class PrefixCache {
 
   // Starts to read what the stores have of a waiting request's prompt and the page pool has not.
   void read_ahead(Sequence& sequence);
-  // Takes what was read into the pools, as far as there is room. Blocks until it is there. Nothing
-  // to be done without a read_ahead().
+  // Takes what was read so far into the pools, as far as there is room, and has no more read.
+  // Nothing to be done without a read_ahead().
   Status absorb(Sequence& sequence);
 
   // The longest known prefix that serves the request, and the request without any.

@@ -15,6 +15,8 @@ namespace {
 // Waiting requests whose prefixes are read from the stores: enough to have the next ones there in
 // time, and few, for what was read lies in memory until they are admitted.
 constexpr int kReadAhead = 4;
+// How late a caller without a thread of events sees that time has passed.
+constexpr std::chrono::milliseconds kPatience{100};
 
 }  // namespace
 
@@ -48,6 +50,7 @@ Result<std::unique_ptr<Scheduler>> Scheduler::create(Runtime& runtime,
     CACHALOT_TRY(tiers, kvcache::Tiers::open(runtime.layout(), options.tiers));
   }
   std::unique_ptr<Scheduler> scheduler(new Scheduler(runtime, resolved, std::move(tiers)));
+  scheduler->on_ready(nullptr);
   CACHALOT_TRY(scheduler->current_, scheduler->make_instance(runtime.loaded()));
   if (scheduler->current_->speculator != nullptr) {
     CACHALOT_TRY(const std::unique_ptr<kvcache::SequenceCache> cache, runtime.make_cache());
@@ -266,7 +269,7 @@ Result<bool> Scheduler::look_up(Sequence& sequence) {
   if (sequence.load == nullptr) {
     return sequence.read;
   }
-  if (!sequence.load->ready() && !running_.empty()) {
+  if (awaits_prefix(sequence)) {
     return false;
   }
   PrefixCache& prefixes = sequence.instance->prefixes;
@@ -319,14 +322,68 @@ void Scheduler::read_ahead() {
   }
 }
 
+bool Scheduler::awaits_prefix(Sequence& sequence) const {
+  if (sequence.load == nullptr || sequence.load->ready()) {
+    return false;
+  }
+  const double now = now_seconds();
+  if (sequence.load_awaited == 0) {
+    sequence.load_awaited = now;
+  }
+  return now - sequence.load_awaited < std::chrono::duration<double>(options_.prefix_wait).count();
+}
+
+std::map<Sequence::Rank, Scheduler::SequencePtr>::iterator Scheduler::next_to_start() {
+  // Room is not what those before it lack. Those behind were not read ahead.
+  int left = kReadAhead;
+  for (auto next = waiting_.begin(); next != waiting_.end() && left > 0; ++next, --left) {
+    if (!awaits_prefix(*next->second)) {
+      return next;
+    }
+  }
+  return waiting_.end();
+}
+
+bool Scheduler::blocked() const {
+  if (!running_.empty() || idle()) {
+    return false;
+  }
+  int left = kReadAhead;
+  return std::all_of(waiting_.begin(), waiting_.end(), [&](const auto& entry) {
+    return left-- <= 0 || (entry.second->load != nullptr && awaits_prefix(*entry.second));
+  });
+}
+
+void Scheduler::on_ready(std::function<void()> call) {
+  const auto tell = [this, call = std::move(call)] {
+    {
+      const std::lock_guard lock(ready_mutex_);
+      ready_ = true;
+    }
+    ready_changed_.notify_one();
+    if (call) {
+      call();
+    }
+  };
+  encoder_.on_ready(tell);
+  if (tiers_ != nullptr) {
+    tiers_->on_loaded(tell);
+  }
+}
+
+void Scheduler::wait() {
+  std::unique_lock lock(ready_mutex_);
+  ready_changed_.wait_for(lock, kPatience, [this] { return std::exchange(ready_, false); });
+}
+
 void Scheduler::admit() {
   while (!waiting_.empty()) {
     read_ahead();
-    const auto next = waiting_.begin();
-    Sequence& sequence = *next->second;
-    if (sequence.load != nullptr && !sequence.load->ready() && !running_.empty()) {
-      return;  // room is not what it lacks
+    const auto next = next_to_start();
+    if (next == waiting_.end()) {
+      return;
     }
+    Sequence& sequence = *next->second;
     bool started = false;
     if (static_cast<int64_t>(running_.size()) < options_.max_running) {
       const Result<bool> result = start(sequence);

@@ -19,10 +19,12 @@
 #pragma once
 
 #include <array>
+#include <condition_variable>
 #include <cstdint>
 #include <functional>
 #include <map>
 #include <memory>
+#include <mutex>
 #include <span>
 #include <vector>
 
@@ -54,10 +56,11 @@ class Scheduler {
   // Nothing runs and nothing waits.
   bool idle() const { return running_.empty() && waiting_.empty() && encoding_.empty(); }
   int64_t waiting() const { return std::ssize(waiting_) + std::ssize(encoding_); }
-  // There is nothing to do until an image is ready or the scheduler is told something new.
-  bool blocked() const { return running_.empty() && waiting_.empty() && !encoding_.empty(); }
-  // Called on another thread whenever an image is ready. Before the first add().
-  void on_image(std::function<void()> call) { encoder_.on_ready(std::move(call)); }
+  // There is nothing to do until an image or a prefix is ready, time passes, or the scheduler is
+  // told something new.
+  bool blocked() const;
+  // Called on another thread whenever an image or a prefix is ready. Before the first add().
+  void on_ready(std::function<void()> call);
 
   // Ends what is out of time and admits what fits.
   void prepare();
@@ -67,7 +70,7 @@ class Scheduler {
   void step(model::Observer* observer = nullptr) {
     prepare();
     if (blocked()) {
-      encoder_.wait();
+      wait();
     }
     run(observer);
   }
@@ -82,6 +85,9 @@ class Scheduler {
  private:
   using SequencePtr = std::unique_ptr<Sequence>;
 
+  // For callers without a thread of events: until an image or a prefix is ready, or a while.
+  void wait();
+
   Scheduler(Runtime& runtime, const EngineOptions& options, std::unique_ptr<kvcache::Tiers> tiers);
 
   // Weights, requests and admission: scheduler.cc.
@@ -95,17 +101,21 @@ class Scheduler {
   // Asks for the rows of the images that the request lacks. True: it has all of them.
   Result<bool> has_images(Sequence& sequence);
   // Takes what the stores have of a request's prompt, so that no image is encoded that it covers.
-  // Waits for it if nothing runs meanwhile. False: it is still being read, or was not asked for.
+  // False: it is still being read, or was not asked for.
   Result<bool> look_up(Sequence& sequence);
+  // Whether a request is to wait for what the stores have of its prompt, from now on for
+  // EngineOptions::prefix_wait.
+  bool awaits_prefix(Sequence& sequence) const;
   // Lets requests wait for room whose images are ready.
   void take_encoded();
   // Asks the stores for the prefixes of the requests that are next.
   void read_ahead();
   void admit();
+  // The first request whose prefix is not being read.
+  std::map<Sequence::Rank, SequencePtr>::iterator next_to_start();
   // Whether the worst case fits beside what is promised to others.
   bool fits(const Sequence& sequence, const Prefix& prefix) const;
-  // Waits for its prefix if that is still being read. False: there is no room now, or it awaits
-  // images.
+  // Takes what was read of its prefix. False: there is no room now, or it awaits images.
   Result<bool> start(Sequence& sequence);
   bool preempt_below(int64_t priority);
   // Pages that a request can still need.
@@ -134,6 +144,9 @@ class Scheduler {
 
   Runtime& runtime_;
   EngineOptions options_;
+  std::mutex ready_mutex_;
+  std::condition_variable ready_changed_;
+  bool ready_ = false;                     // an image or a prefix, since the last wait()
   std::unique_ptr<kvcache::Tiers> tiers_;  // null: none
   std::shared_ptr<ModelInstance> current_;
   std::vector<std::weak_ptr<ModelInstance>> replaced_;  // held by their requests

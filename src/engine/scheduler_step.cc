@@ -1,5 +1,6 @@
 // The scheduler's steps: which rows run, and what becomes of their logits.
 #include <algorithm>
+#include <thread>
 #include <utility>
 
 #include "base/check.h"
@@ -36,6 +37,21 @@ TensorView gather_images(Sequence& sequence) {
   }
   sequence.image_mask = sequence.image_positions(begin, end);
   return {sequence.image_rows.data(), rows.dtype, {count, rows.dim(1)}};
+}
+
+// Fills the masks of the tokens that the next step decides, while it runs.
+std::jthread fill_masks(std::span<Sequence* const> members) {
+  std::vector<Output*> outputs;
+  for (Sequence* sequence : members) {
+    if (sequence->request.constraint != nullptr && sequence->rows >= sequence->left()) {
+      outputs.push_back(&sequence->output);
+    }
+  }
+  return outputs.empty() ? std::jthread() : std::jthread([outputs = std::move(outputs)] {
+    for (Output* output : outputs) {
+      output->fill_mask();
+    }
+  });
 }
 
 // Shows a draft block behind `anchor` and the best tokens of its positions.
@@ -221,9 +237,13 @@ Status Scheduler::run_batch(ModelInstance& instance,
   const bool draft_context =
       observer != nullptr || (speculator != nullptr && speculator->keeps_context());
   const double begin = now_seconds();
+  std::jthread masks = fill_masks(members);
   CACHALOT_TRY(const TensorView rows, runner.run(batch, observer, draft_context));
   CACHALOT_TRY(const StepLogits logits, StepLogits::read(runner, rows, wanted, temperature));
   const double seconds = now_seconds() - begin;
+  if (masks.joinable()) {
+    masks.join();
+  }
   if (observer != nullptr) {
     CACHALOT_CHECK(members.size() == 1, members.size());
     const auto start =

@@ -74,10 +74,11 @@ struct Sequence {
   std::string saved;                              // of a request preempted between output tokens
   int64_t cached_tokens = 0;
   model::Replay replay;
-  int64_t draft_from = 0;                            // StepSequence::draft_from
-  std::shared_ptr<const kvcache::Tiers::Load> load;  // of its prefix, until it was absorbed
-  int64_t loaded_from = 0;                           // the first page that it looks for
-  bool read = false;                                 // whether that was asked for
+  int64_t draft_from = 0;                      // StepSequence::draft_from
+  std::shared_ptr<kvcache::Tiers::Load> load;  // of its prefix, until it was absorbed
+  int64_t loaded_from = 0;                     // the first page that it looks for
+  double load_awaited = 0;                     // since when that alone is what it lacks
+  bool read = false;                           // whether that was asked for
 
   // What of it is in the prefix cache: the key of the first `kept_pages` pages. `keeping` is false
   // once a page could not be kept.

@@ -1,8 +1,10 @@
 #include "kvcache/tiers.h"
 
+#include <algorithm>
 #include <utility>
 
 #include "base/clock.h"
+#include "base/format.h"
 #include "base/log.h"
 
 namespace cachalot::kvcache {
@@ -11,6 +13,7 @@ namespace {
 // Objects that wait to be written. A store that is slower than the model loses objects, not memory.
 constexpr int64_t kQueueBytes = int64_t{256} << 20;
 constexpr double kWarnSeconds = 60;
+constexpr double kRestSeconds = 10;
 
 }  // namespace
 
@@ -19,10 +22,10 @@ bool Tiers::Load::ready() const {
   return ready_;
 }
 
-const Tiers::Loaded& Tiers::Load::wait() const {
-  std::unique_lock lock(mutex_);
-  changed_.wait(lock, [&] { return ready_; });
-  return loaded_;
+Tiers::Loaded Tiers::Load::take() {
+  const std::lock_guard lock(mutex_);
+  taken_ = true;
+  return std::move(loaded_);
 }
 
 Result<std::unique_ptr<Tiers>> Tiers::open(const CacheLayout& layout, const TierOptions& options) {
@@ -109,7 +112,8 @@ void Tiers::put(const Object& object) {
 
 void Tiers::do_put(ObjectKind kind, const PrefixKey& key, const std::string& bytes) {
   for (size_t i = 0; i < stores_.size(); ++i) {
-    if (kind == ObjectKind::kState && !stores_[i].keeps_states) {
+    if ((kind == ObjectKind::kState && !stores_[i].keeps_states) ||
+        now_seconds() < stores_[i].rests_until) {
       continue;
     }
     ObjectStore& store = *stores_[i].objects;
@@ -123,48 +127,74 @@ void Tiers::do_put(ObjectKind kind, const PrefixKey& key, const std::string& byt
   }
 }
 
-std::shared_ptr<const Tiers::Load> Tiers::load(const PrefixKey& at,
-                                               std::vector<std::vector<int32_t>> pages) {
+std::shared_ptr<Tiers::Load> Tiers::load(const PrefixKey& at,
+                                         std::vector<std::vector<int32_t>> pages) {
   auto load = std::make_shared<Load>();
   {
     const std::lock_guard lock(mutex_);
     loads_.push_back([this, at, pages = std::move(pages), load] {
-      Loaded loaded = do_load(at, pages, load);
-      {
-        const std::lock_guard done(load->mutex_);
-        load->loaded_ = std::move(loaded);
-        load->ready_ = true;
+      do_load(at, pages, load);
+      if (on_loaded_) {
+        on_loaded_();
       }
-      load->changed_.notify_all();
     });
   }
   wake_.notify_one();
   return load;
 }
 
-Tiers::Loaded Tiers::do_load(const PrefixKey& at,
-                             std::span<const std::vector<int32_t>> pages,
-                             const std::shared_ptr<Load>& load) {
-  Loaded loaded;
+void Tiers::do_load(const PrefixKey& at,
+                    std::span<const std::vector<int32_t>> pages,
+                    const std::shared_ptr<Load>& load) {
+  for (Store& store : stores_) {
+    store.spent = 0;
+  }
   // One reference is the job's own.
-  const auto wanted = [&] { return load.use_count() > 1; };
-  std::vector<PrefixKey> keys = {at};
+  const auto wanted = [&] {
+    const std::lock_guard lock(load->mutex_);
+    return load.use_count() > 1 && !load->taken_;
+  };
+  const auto add = [&](Loaded::Item item) {
+    const std::lock_guard lock(load->mutex_);
+    if (!load->taken_) {
+      load->loaded_.items.push_back(std::move(item));
+    }
+  };
+  PrefixKey key = at;
   for (const std::vector<int32_t>& page : pages) {
-    const PrefixKey key = keys.back().then(page);
+    const PrefixKey next = key.then(page);
     Loaded::Item item;
-    if (!wanted() || !find(ObjectKind::kPage, key, item)) {
+    if (!wanted() || !find(ObjectKind::kPage, next, item)) {
       break;
     }
-    keys.push_back(key);
-    loaded.items.push_back(std::move(item));
+    key = next;
+    add(std::move(item));
   }
   // States are few: only the end of what was found is worth the question.
   Loaded::Item state;
-  const Object last{.kind = ObjectKind::kState, .parent = keys.back()};
+  const Object last{.kind = ObjectKind::kState, .parent = key};
   if (keeps_states_ && wanted() && find(ObjectKind::kState, last.key(), state)) {
-    loaded.items.push_back(std::move(state));
+    add(std::move(state));
   }
-  return loaded;
+  bool taken = false;
+  {
+    const std::lock_guard lock(load->mutex_);
+    load->ready_ = true;
+    taken = load->taken_;
+  }
+  if (taken) {
+    late();
+  }
+}
+
+void Tiers::late() {
+  const auto slowest = std::ranges::max_element(stores_, {}, &Store::spent);
+  slowest->rests_until = now_seconds() + kRestSeconds;
+  fault(static_cast<size_t>(slowest - stores_.begin()),
+        error(Code::kDeadlineExceeded,
+              "a prefix was not read in time after {:.1f} s; it is left alone for {} s",
+              slowest->spent,
+              kRestSeconds));
 }
 
 bool Tiers::find(ObjectKind kind, const PrefixKey& key, Loaded::Item& item) {
@@ -172,8 +202,13 @@ bool Tiers::find(ObjectKind kind, const PrefixKey& key, Loaded::Item& item) {
     if (kind == ObjectKind::kState && !stores_[i].keeps_states) {
       continue;
     }
+    const double begin = now_seconds();
+    if (begin < stores_[i].rests_until) {
+      continue;
+    }
     ObjectStore& store = *stores_[i].objects;
     Result<std::optional<std::string>> bytes = store.get(key);
+    stores_[i].spent += now_seconds() - begin;
     Status status = bytes.status();
     bool hit = status.ok() && bytes->has_value();
     if (hit) {

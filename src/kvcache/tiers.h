@@ -1,8 +1,9 @@
 // The stores behind the page pools, and the thread that talks to them.
 //
 // Pages and window states are written behind: put() copies them and returns. A request's prefix is
-// read ahead: load() starts at once, and the request is admitted when it is there. No fault of a
-// store is more than a miss, a log line and a number in stats().
+// read ahead: load() starts at once, and whoever waits for it takes what is there when it likes. No
+// fault of a store is more than a miss, a log line and a number in stats(). A store that made a
+// load late is left alone for ten seconds.
 #pragma once
 
 #include <condition_variable>
@@ -55,7 +56,7 @@ class Tiers {
   void put(const Object& object);
 
   // What was found of a prefix: whole pages in order, then a state behind the last one that has
-  // one. To be read once ready.
+  // one.
   struct Loaded {
     struct Item {
       std::string bytes;
@@ -66,20 +67,24 @@ class Tiers {
   };
   class Load {
    public:
+    // Nothing more will come.
     bool ready() const;
-    // Blocks until it is.
-    const Loaded& wait() const;
+    // What was found so far. Nothing more is looked for; before it is ready, that is a fault of the
+    // store that took the most time.
+    Loaded take();
 
    private:
     friend class Tiers;
     mutable std::mutex mutex_;
-    mutable std::condition_variable changed_;
     bool ready_ = false;
+    bool taken_ = false;
     Loaded loaded_;
   };
   // Looks for the pages of these words (PrefixContent::words), one after the other behind the
   // prefix `at`, until nobody holds what it returns.
-  std::shared_ptr<const Load> load(const PrefixKey& at, std::vector<std::vector<int32_t>> pages);
+  std::shared_ptr<Load> load(const PrefixKey& at, std::vector<std::vector<int32_t>> pages);
+  // Called on the storage thread whenever a load is ready. Before the first load().
+  void on_loaded(std::function<void()> call) { on_loaded_ = std::move(call); }
 
   std::vector<TierStats> stats() const;
   // Waits until everything queued so far is done.
@@ -90,13 +95,15 @@ class Tiers {
 
   void run();
   void do_put(ObjectKind kind, const PrefixKey& key, const std::string& bytes);
-  Loaded do_load(const PrefixKey& at,
-                 std::span<const std::vector<int32_t>> pages,
-                 const std::shared_ptr<Load>& load);
+  void do_load(const PrefixKey& at,
+               std::span<const std::vector<int32_t>> pages,
+               const std::shared_ptr<Load>& load);
   // The first undamaged object of any store.
   bool find(ObjectKind kind, const PrefixKey& key, Loaded::Item& item);
   // Notes a fault, and says so at most once a minute for each store.
   void fault(size_t store, const Status& status);
+  // Notes that the present load was taken before it was ready.
+  void late();
 
   CacheLayout layout_;
   // Nearest first; of the storage thread.
@@ -104,9 +111,12 @@ class Tiers {
     std::unique_ptr<ObjectStore> objects;
     bool keeps_states = false;  // not on a disk: they are large and soon of no use
     double warned = 0;          // when
+    double spent = 0;           // seconds of the present load
+    double rests_until = 0;     // nothing is asked of it before
   };
   std::vector<Store> stores_;
   bool keeps_states_ = false;
+  std::function<void()> on_loaded_;
 
   mutable std::mutex mutex_;
   std::condition_variable wake_, done_;

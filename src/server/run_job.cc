@@ -98,7 +98,7 @@ class Run : public std::enable_shared_from_this<Run> {
       if (prompt.start == text::OutputStart::kReasoning) {
         after = job_->model->tokenizer->id_of(text::kThinkEndToken);
       }
-      out.constraint = make_constraint(job_->grammar, after);
+      out.constraint = make_constraint(job_->grammar, after, request.structure_field);
     }
     const Result<engine::RequestId> id = engine_.submit(
         std::move(out), [self = shared_from_this(), index](engine::RequestId, engine::Event event) {

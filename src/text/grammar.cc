@@ -6,25 +6,39 @@
 #include <xgrammar/xgrammar.h>
 
 #include <algorithm>
+#include <atomic>
 #include <exception>
+#include <limits>
 #include <string_view>
+#include <utility>
 
 #include "base/format.h"
 #include "base/json.h"
 #include "text/control_tokens.h"
+#include "text/grammar_work.h"
 #include "text/json_tree.h"
 
 namespace cachalot::text {
+
+thread_local int64_t grammar_work_left = std::numeric_limits<int64_t>::max();
+
 namespace {
 
 constexpr size_t kMaxText = size_t{256} << 10;
 // The core's parsers of expressions and grammars recurse.
 constexpr int kMaxNesting = 128;
 constexpr int64_t kCacheBytes = int64_t{256} << 20;
+// Steps of the parser for all masks of a grammar, made once: about half a minute.
+constexpr int64_t kCompileWork = 400'000'000;
 // Consecutive blanks between JSON tokens: enough for indentation, and an end to blanks without end.
 constexpr int kMaxBlanks = 64;
 
-Status check_text(const GrammarSpec& spec) {
+bool is_empty(const std::vector<uint32_t>& bits) {
+  return std::all_of(bits.begin(), bits.end(), [](uint32_t word) { return word == 0; });
+}
+
+// The bytes of its texts.
+Result<size_t> checked_size(const GrammarSpec& spec) {
   size_t size = spec.text.size();
   for (const std::string& choice : spec.choices) {
     size += choice.size();
@@ -37,7 +51,8 @@ Status check_text(const GrammarSpec& spec) {
   }
   if (spec.kind == GrammarSpec::Kind::kSchema) {
     // Bounds the depth, and names the place of a syntax error.
-    return parse_json(spec.text, "schema").status();
+    CACHALOT_RETURN_IF_ERROR(parse_json(spec.text, "schema"));
+    return size;
   }
   int depth = 0;
   for (const char c : spec.text) {
@@ -46,7 +61,7 @@ Status check_text(const GrammarSpec& spec) {
       return invalid("brackets are nested more than {} deep", kMaxNesting);
     }
   }
-  return {};
+  return size;
 }
 
 void write_schema(JsonWriter& w, std::string_view schema, const char* style) {
@@ -189,6 +204,23 @@ std::string_view reason_of(const std::exception& failed) {
   return message;
 }
 
+// Runs `call` with at most `work` steps and takes off those that it used. What the core throws is
+// the error.
+template <class F>
+Status bounded(int64_t& work, const F& call) {
+  const int64_t outer = std::exchange(grammar_work_left, work);
+  Status status;
+  try {
+    call();
+  } catch (const GrammarWorkExceeded&) {
+    status = invalid("the grammar is too ambiguous or too large to follow");
+  } catch (const std::exception& failed) {
+    status = invalid("{}", reason_of(failed));
+  }
+  work = std::exchange(grammar_work_left, outer);
+  return status;
+}
+
 class Compiler final : public GrammarCompiler {
  public:
   Compiler(const Tokenizer& tokenizer, int32_t vocab_size)
@@ -197,14 +229,25 @@ class Compiler final : public GrammarCompiler {
         compiler_(token_info(tokenizer, vocab_size), 1, true, kCacheBytes) {}
 
   Result<std::shared_ptr<const CompiledGrammar>> compile(const GrammarSpec& spec) override {
-    CACHALOT_RETURN_IF_ERROR(check_text(spec));
-    try {
-      xgrammar::CompiledGrammar compiled = compiler_.CompileStructuralTag(structural_tag(spec));
-      return std::make_shared<const CompiledGrammar>(
-          std::move(compiled), spec.tools.empty() ? nullptr : spellings_, vocab_size_);
-    } catch (const std::exception& failed) {
-      return invalid("{}", reason_of(failed));
+    CACHALOT_TRY(const size_t size, checked_size(spec));
+    std::shared_ptr<const CompiledGrammar> compiled;
+    int64_t work = kCompileWork;
+    const Status status = bounded(work, [&] {
+      compiled = std::make_shared<const CompiledGrammar>(
+          compiler_.CompileStructuralTag(structural_tag(spec)),
+          spec.tools.empty() ? nullptr : spellings_,
+          vocab_size_);
+    });
+    if (!status.ok()) {
+      forget_failures(size);
+      return status;
     }
+    std::vector<uint32_t> first;
+    CACHALOT_RETURN_IF_ERROR(GrammarMatcher(compiled).fill(first));
+    if (is_empty(first)) {
+      return invalid("the grammar allows no text");
+    }
+    return compiled;
   }
 
  private:
@@ -222,9 +265,18 @@ class Compiler final : public GrammarCompiler {
     return {vocab, xgrammar::VocabType::RAW, vocab_size, stops};
   }
 
+  // The core's cache keeps the texts of failures as well and counts nothing for them.
+  void forget_failures(size_t size) {
+    if (failed_bytes_.fetch_add(size) + size > static_cast<size_t>(kCacheBytes)) {
+      failed_bytes_ = 0;
+      compiler_.ClearCache();
+    }
+  }
+
   int32_t vocab_size_;
   std::shared_ptr<const DsmlSpellings> spellings_;
   xgrammar::GrammarCompiler compiler_;
+  std::atomic<size_t> failed_bytes_ = 0;
 };
 
 }  // namespace
@@ -242,69 +294,90 @@ Result<std::shared_ptr<GrammarCompiler>> GrammarCompiler::create(const Tokenizer
 struct GrammarMatcher::State {
   std::shared_ptr<const CompiledGrammar> grammar;
   xgrammar::GrammarMatcher matcher;
-  std::vector<uint32_t> scratch;
+  int64_t work = kMostWork;    // left
+  std::vector<uint32_t> mask;  // of the present state, or empty
+
+  // Fills `mask`.
+  Status fill();
 };
 
 GrammarMatcher::GrammarMatcher(std::shared_ptr<const CompiledGrammar> grammar)
-    : state_(new State{grammar, xgrammar::GrammarMatcher(grammar->compiled_), {}}) {}
+    : state_(new State{.grammar = grammar,
+                       .matcher = xgrammar::GrammarMatcher(grammar->compiled_),
+                       .mask = {}}) {}
 GrammarMatcher::~GrammarMatcher() = default;
 GrammarMatcher::GrammarMatcher(GrammarMatcher&&) noexcept = default;
 
-void GrammarMatcher::fill(std::vector<uint32_t>& bits) {
-  const CompiledGrammar& grammar = *state_->grammar;
-  bits.assign(static_cast<size_t>(xgrammar::GetBitmaskSize(grammar.vocab_size_)), 0);
-  int64_t shape = static_cast<int64_t>(bits.size());
-  DLTensor view{};
-  view.data = bits.data();
-  view.device = {kDLCPU, 0};
-  view.ndim = 1;
-  view.dtype = xgrammar::GetBitmaskDLType();
-  view.shape = &shape;
-  if (state_->matcher.IsTerminated()) {
-    return;
+Status GrammarMatcher::State::fill() {
+  if (!mask.empty()) {
+    return {};
   }
-  if (!state_->matcher.FillNextTokenBitmask(&view)) {
-    std::fill(bits.begin(), bits.end(), ~uint32_t{0});
-  }
-  if (grammar.spellings_ == nullptr) {
-    return;
-  }
-  const DsmlSpellings& dsml = *grammar.spellings_;
-  const auto clear = [&](const std::vector<int32_t>& ids) {
-    for (const int32_t id : ids) {
-      bits[static_cast<size_t>(id) / 32] &= ~(uint32_t{1} << (id % 32));
+  std::vector<uint32_t> bits(static_cast<size_t>(xgrammar::GetBitmaskSize(grammar->vocab_size_)),
+                             0);
+  if (!matcher.IsTerminated()) {
+    int64_t shape = static_cast<int64_t>(bits.size());
+    DLTensor view{};
+    view.data = bits.data();
+    view.device = {kDLCPU, 0};
+    view.ndim = 1;
+    view.dtype = xgrammar::GetBitmaskDLType();
+    view.shape = &shape;
+    bool narrows = true;
+    CACHALOT_RETURN_IF_ERROR(bounded(work, [&] { narrows = matcher.FillNextTokenBitmask(&view); }));
+    if (!narrows) {
+      std::fill(bits.begin(), bits.end(), ~uint32_t{0});
     }
-  };
-  clear(dsml.glued);
-  if (dsml.token >= 0 &&
-      (bits[static_cast<size_t>(dsml.token) / 32] >> (dsml.token % 32) & 1) != 0) {
-    clear(dsml.begins);
   }
-}
-
-bool GrammarMatcher::accept(int32_t token) {
-  return !state_->matcher.IsTerminated() && state_->matcher.AcceptToken(token);
-}
-
-void GrammarMatcher::rollback(int64_t tokens) {
-  if (tokens > 0) {
-    state_->matcher.Rollback(static_cast<int>(tokens));
+  if (grammar->spellings_ != nullptr) {
+    const DsmlSpellings& dsml = *grammar->spellings_;
+    const auto clear = [&](const std::vector<int32_t>& ids) {
+      for (const int32_t id : ids) {
+        bits[static_cast<size_t>(id) / 32] &= ~(uint32_t{1} << (id % 32));
+      }
+    };
+    clear(dsml.glued);
+    if (dsml.token >= 0 &&
+        (bits[static_cast<size_t>(dsml.token) / 32] >> (dsml.token % 32) & 1) != 0) {
+      clear(dsml.begins);
+    }
   }
+  mask = std::move(bits);
+  return {};
 }
 
-bool GrammarMatcher::finished() {
+Status GrammarMatcher::fill(std::vector<uint32_t>& bits) {
+  CACHALOT_RETURN_IF_ERROR(state_->fill());
+  bits = state_->mask;
+  return {};
+}
+
+Result<bool> GrammarMatcher::accept(int32_t token) {
+  if (state_->matcher.IsTerminated()) {
+    return false;
+  }
+  bool accepted = false;
+  CACHALOT_RETURN_IF_ERROR(
+      bounded(state_->work, [&] { accepted = state_->matcher.AcceptToken(token); }));
+  if (accepted) {
+    state_->work = std::min(state_->work + kWorkPerToken, kMostWork);
+    state_->mask.clear();
+  }
+  return accepted;
+}
+
+Result<bool> GrammarMatcher::finished() {
   if (state_->matcher.IsTerminated()) {
     return true;
   }
   if (!state_->matcher.IsCompleted()) {
     return false;
   }
-  fill(state_->scratch);
+  CACHALOT_RETURN_IF_ERROR(state_->fill());
+  std::vector<uint32_t> others = state_->mask;
   for (const int32_t id : state_->matcher.GetStopTokenIds()) {
-    state_->scratch[static_cast<size_t>(id) / 32] &= ~(uint32_t{1} << (id % 32));
+    others[static_cast<size_t>(id) / 32] &= ~(uint32_t{1} << (id % 32));
   }
-  return std::all_of(
-      state_->scratch.begin(), state_->scratch.end(), [](uint32_t word) { return word == 0; });
+  return is_empty(others);
 }
 
 }  // namespace cachalot::text

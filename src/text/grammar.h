@@ -4,7 +4,7 @@
 //   CACHALOT_TRY(auto compiler, GrammarCompiler::create(tokenizer, vocab_size));
 //   CACHALOT_TRY(auto grammar, compiler->compile(spec));
 //   GrammarMatcher matcher(grammar);
-//   matcher.fill(bits); ... matcher.accept(id); ... matcher.finished();
+//   CACHALOT_RETURN_IF_ERROR(matcher.fill(bits)); ... matcher.accept(id); ... matcher.finished();
 #pragma once
 
 #include <cstdint>
@@ -55,26 +55,34 @@ class GrammarCompiler {
                                                          int64_t vocab_size);
 
   // Compiles, or takes the result from a bounded cache. Thread-safe. Errors: kInvalidArgument with
-  // the compiler's words for a text that is malformed, unsupported or larger than 256 KiB.
+  // the compiler's words for a text that is malformed, unsupported or larger than 256 KiB, and for
+  // one that takes too much work or allows no first token.
   virtual Result<std::shared_ptr<const CompiledGrammar>> compile(const GrammarSpec& spec) = 0;
 };
 
 // The state of one output. Not thread-safe.
+//
+// Its work is bounded: every token pays for kWorkPerToken steps of the parser (grammar_work.h), and
+// what tokens do not use is kept for later ones, kMostWork at most. An error is kInvalidArgument,
+// that this is used up, and ends the matcher's use. With 129280 tokens JSON, schemas and
+// unambiguous grammars of languages take at most 70000 steps for a token, 1 to 20 ms; grammars with
+// many readings of one text, hundreds of millions.
 class GrammarMatcher {
  public:
+  static constexpr int64_t kMostWork = 4'000'000;
+  static constexpr int64_t kWorkPerToken = 200'000;
+
   explicit GrammarMatcher(std::shared_ptr<const CompiledGrammar> grammar);
   ~GrammarMatcher();
   GrammarMatcher(GrammarMatcher&&) noexcept;
 
   // One bit per id, little-endian 32-bit words, set: allowed. EOS is allowed where the text is
   // complete.
-  void fill(std::vector<uint32_t>& bits);
+  Status fill(std::vector<uint32_t>& bits);
   // False: the token is not allowed, and nothing changed.
-  bool accept(int32_t token);
-  // Undoes the last `tokens` accepts.
-  void rollback(int64_t tokens);
+  Result<bool> accept(int32_t token);
   // The text is complete and nothing but EOS may follow.
-  bool finished();
+  Result<bool> finished();
 
  private:
   struct State;

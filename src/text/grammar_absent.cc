@@ -20,12 +20,13 @@ GrammarMatcher::GrammarMatcher(std::shared_ptr<const CompiledGrammar> /*grammar*
 }
 GrammarMatcher::~GrammarMatcher() = default;
 GrammarMatcher::GrammarMatcher(GrammarMatcher&&) noexcept = default;
-void GrammarMatcher::fill(std::vector<uint32_t>& /*bits*/) {}
-bool GrammarMatcher::accept(int32_t /*token*/) {
+Status GrammarMatcher::fill(std::vector<uint32_t>& /*bits*/) {
+  return {};
+}
+Result<bool> GrammarMatcher::accept(int32_t /*token*/) {
   return false;
 }
-void GrammarMatcher::rollback(int64_t /*tokens*/) {}
-bool GrammarMatcher::finished() {
+Result<bool> GrammarMatcher::finished() {
   return true;
 }
 

@@ -464,15 +464,15 @@ TEST_P(SchedulerTest, A27_CacheKeysTellWeightsApart) {
 class EvenIds : public TokenConstraint {
  public:
   explicit EvenIds(int64_t length, uint32_t word = 0x55555555u) : length_(length), word_(word) {}
-  bool fill(std::vector<uint32_t>& bits) override {
+  Result<bool> fill(std::vector<uint32_t>& bits) override {
     bits.assign(16, word_);
     return true;
   }
-  bool accept(int32_t token) override {
+  Result<bool> accept(int32_t token) override {
     --length_;
     return token % 2 == 0;
   }
-  bool finished() const override { return length_ <= 0; }
+  Result<bool> finished() override { return length_ <= 0; }
 
  private:
   int64_t length_;

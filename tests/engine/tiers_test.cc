@@ -1,7 +1,9 @@
 // Prefixes that outlive the page pool, the engine and the machine's neighbours; and every fault of
 // the stores behind it: answers are right all the same.
+#include <condition_variable>
 #include <filesystem>
 #include <fstream>
+#include <mutex>
 
 #include "engine/prefix_cache.h"
 #include "tests/engine/scheduler_bench.h"
@@ -142,6 +144,7 @@ TEST_F(TiersTest, StatesKeepWhereTheirDraftContextBegins) {
   for (PrefixCache* prefixes : {&first, &second}) {
     Sequence next = sequence();
     prefixes->read_ahead(next);
+    tiers->flush();
     ASSERT_TRUE(prefixes->absorb(next).ok());
     const Prefix prefix = prefixes->find(next);
     EXPECT_EQ(prefix.length, rows);
@@ -204,6 +207,56 @@ TEST_F(TiersTest, ASlowStorePreemptsNobody) {
   EXPECT_TRUE(bench.answer(low).done);
   EXPECT_TRUE(bench.answer(high).same(expected));
   EXPECT_EQ(bench.stats().preemptions, 0u);
+}
+
+// A store that does not answer delays a request by prefix_wait, which then computes; one behind it
+// that wants nothing of the store, by nothing; and whoever cancels or has a deadline does not wait
+// for it.
+TEST_F(TiersTest, ASlowStoreDelaysARequestByItsBound) {
+  test::RedisServer server;
+  if (!server.running()) {
+    GTEST_SKIP() << "redis-server is not installed";
+  }
+  const auto runtime = open();
+  const Answer expected = cold(*runtime, tokens(40));
+  const auto engine = std::move(Engine::start(*runtime,
+                                              {.prefix_wait = std::chrono::milliseconds(600),
+                                               .tiers = {.redis = server.url()}})
+                                    .value());
+  server.freeze();
+  std::mutex mutex;
+  std::condition_variable changed;
+  std::map<std::string, std::pair<double, Event>> ended;
+  const double begin = now_seconds();
+  const auto submit = [&](const std::string& name, EngineRequest r) {
+    r.max_tokens = 1;
+    return engine
+        ->submit(std::move(r),
+                 [&, name](RequestId, Event event) {
+                   const std::lock_guard lock(mutex);
+                   ended[name] = {now_seconds() - begin, std::move(event)};
+                   changed.notify_all();
+                 })
+        .value();
+  };
+  submit("slow", request(tokens(40)));
+  const RequestId cancelled = submit("cancelled", request(tokens(50, 2)));
+  EngineRequest late = request(tokens(60, 3));
+  late.deadline = std::chrono::steady_clock::now() + std::chrono::milliseconds(100);
+  submit("late", std::move(late));
+  engine->cancel(cancelled);
+  submit("short", request(tokens(9, 4)));
+  std::unique_lock lock(mutex);
+  ASSERT_TRUE(changed.wait_for(lock, std::chrono::seconds(20), [&] { return ended.size() == 4; }));
+  EXPECT_EQ(ended["cancelled"].second.status.code(), Code::kCancelled);
+  EXPECT_LT(ended["cancelled"].first, 0.5);
+  EXPECT_EQ(ended["late"].second.status.code(), Code::kDeadlineExceeded);
+  EXPECT_LT(ended["late"].first, 0.5);
+  EXPECT_TRUE(ended["short"].second.done);
+  EXPECT_LT(ended["short"].first, 0.5);
+  EXPECT_EQ(ended["slow"].second.tokens[0].id, expected.ids[0]);
+  EXPECT_GT(ended["slow"].first, 0.5);
+  EXPECT_LT(ended["slow"].first, 1.5);
 }
 
 // What is read lies in memory until its request is admitted: the last of a long queue is not asked

@@ -63,6 +63,14 @@ std::vector<std::vector<int32_t>> pages(const std::vector<int32_t>& ids) {
   return out;
 }
 
+// What a load finds.
+Tiers::Loaded all_of(Tiers::Load& load) {
+  while (!load.ready()) {
+    std::this_thread::yield();
+  }
+  return load.take();
+}
+
 // A page object of the given words behind `parent`, filled with `mark`.
 struct PageObject {
   PageObject(const PrefixKey& parent, std::vector<int32_t> ids, uint8_t mark)
@@ -394,7 +402,8 @@ TEST(Tiers, DamagedFilesAreMisses) {
         std::move(Tiers::open(layout(), {.disk = directory.path(), .disk_bytes = 1 << 20}).value());
     const auto load = tiers->load(PrefixKey(), pages(ids));
     uint8_t i = 0;
-    for (const Tiers::Loaded::Item& item : load->wait().items) {
+    const Tiers::Loaded loaded = all_of(*load);
+    for (const Tiers::Loaded::Item& item : loaded.items) {
       EXPECT_TRUE(std::ranges::all_of(item.object.first, [&](uint8_t b) { return b == i; }));
       ++i;
     }
@@ -455,14 +464,14 @@ TEST(Tiers, LoadsAPrefixAndItsState) {
   EXPECT_TRUE(tiers->keeps_states());
   tiers->flush();
   const auto load = tiers->load(PrefixKey(), pages(tokens(15)));
-  const Tiers::Loaded& loaded = load->wait();
+  const Tiers::Loaded loaded = all_of(*load);
   EXPECT_TRUE(load->ready());
   ASSERT_EQ(loaded.items.size(), 3u);
   EXPECT_EQ(loaded.items[1].object.first[0], 2);
   EXPECT_EQ(loaded.items[2].object.kind, ObjectKind::kState);
   EXPECT_EQ(loaded.items[2].object.decoder_from, 2);
-  EXPECT_TRUE(tiers->load(first.object.key(), {tokens(4, 50)})->wait().items.empty());
-  EXPECT_EQ(tiers->load(first.object.key(), {tokens(4, 5)})->wait().items.size(), 2u);
+  EXPECT_TRUE(all_of(*tiers->load(first.object.key(), {tokens(4, 50)})).items.empty());
+  EXPECT_EQ(all_of(*tiers->load(first.object.key(), {tokens(4, 5)})).items.size(), 2u);
   const std::vector<TierStats> stats = tiers->stats();
   EXPECT_EQ(stats[0].stored, 3u);
   EXPECT_EQ(stats[0].faults, 0u);
@@ -486,8 +495,38 @@ TEST(Tiers, LoadsThatNobodyHoldsAreLeft) {
   const auto held = tiers->load(first.object.key(), {tokens(4, 50)});  // waits for the server
   tiers->load(PrefixKey(), pages(tokens(15)));
   const auto last = tiers->load(PrefixKey(), pages(tokens(5)));
-  EXPECT_EQ(last->wait().items.size(), 1u);
+  EXPECT_EQ(all_of(*last).items.size(), 1u);
   EXPECT_EQ(tiers->stats()[0].hits, 1u);
+}
+
+// What is taken early is a fault of the slow store, which is left alone then.
+TEST(Tiers, LoadsAreTakenBeforeASlowStoreAnswers) {
+  test::RedisServer server;
+  if (!server.running()) {
+    GTEST_SKIP() << "redis-server is not installed";
+  }
+  auto tiers =
+      std::move(Tiers::open(layout(), {.host_bytes = 1 << 20, .redis = server.url()}).value());
+  const PageObject first(PrefixKey(), tokens(4), 1);
+  tiers->put(first.object);
+  tiers->flush();
+  server.freeze();
+  const double begin = now_seconds();
+  const auto load = tiers->load(PrefixKey(), pages(tokens(15)));
+  while (tiers->stats()[0].hits == 0) {
+    std::this_thread::yield();
+  }
+  std::this_thread::sleep_for(std::chrono::milliseconds(50));
+  EXPECT_FALSE(load->ready());
+  EXPECT_EQ(load->take().items.size(), 1u);
+  EXPECT_LT(now_seconds() - begin, 1);
+  tiers->flush();
+  EXPECT_TRUE(load->ready());
+  EXPECT_EQ(tiers->stats()[0].faults, 0u);
+  const uint64_t faults = tiers->stats()[1].faults;
+  EXPECT_GE(faults, 2u);  // its own timeout, and that the load was late
+  EXPECT_EQ(all_of(*tiers->load(PrefixKey(), pages(tokens(15)))).items.size(), 1u);
+  EXPECT_EQ(tiers->stats()[1].faults, faults);
 }
 
 TEST(RedisStore, ALostServerIsAMiss) {

@@ -586,6 +586,26 @@ TEST_F(ChatTest, StructuredOutput) {
   json body = request();
   body["structured_outputs"] = {{"regex", "("}};
   EXPECT_EQ(ask(kPath, body, 400)["error"]["param"], "structured_outputs");
+  // What allows nothing is refused before it waits for the engine.
+  body["structured_outputs"] = {{"grammar", "root ::= root \"a\""}};
+  EXPECT_EQ(ask(kPath, body, 400)["error"]["param"], "structured_outputs");
+}
+
+TEST_F(ChatTest, GrammarsThatTakeTooMuchWorkEndTheirRequest) {
+  if (grammar() == nullptr) {
+    GTEST_SKIP() << "no grammar core in this build";
+  }
+  engine_->say(std::string(2000, 'a'), true);
+  json body = request();
+  body["structured_outputs"] = {{"regex", "((a*)*b*)*((a|aa|aaa)*)*c"}};
+  body["max_tokens"] = 2000;
+  const std::string message = ask(kPath, body, 400)["error"]["message"];
+  EXPECT_NE(message.find("structured_outputs: the grammar is too ambiguous"), std::string::npos)
+      << message;
+  body["stream"] = true;
+  const std::vector<SseEvent> events = stream(kPath, body);
+  ASSERT_GT(events.size(), 2u);
+  EXPECT_EQ(events.back().data["error"]["type"], "invalid_request_error");
 }
 
 TEST_F(ChatTest, WithoutTheGrammarCoreStructureIsRefused) {

@@ -266,7 +266,12 @@ class FakeEngine final : public engine::Engine {
         event.status = failure_;
         return event;
       }
-      const int32_t id = constrained(run, run.tokens[run.at++]);
+      const Result<int32_t> drawn = constrained(run, run.tokens[run.at++]);
+      if (!drawn.ok()) {
+        event.status = drawn.status();
+        return event;
+      }
+      const int32_t id = *drawn;
       const std::vector<int32_t>& stop_ids = run.request.stop_ids;
       const bool eos = id == *tokenizer_.eos_id() && !run.request.ignore_eos;
       if (eos || std::find(stop_ids.begin(), stop_ids.end(), id) != stop_ids.end()) {
@@ -284,11 +289,16 @@ class FakeEngine final : public engine::Engine {
         event.stop_string = run.request.stop.front();
         return event;
       }
-      const bool complete = run.request.constraint != nullptr && run.request.constraint->finished();
-      if (complete || run.emitted == run.request.max_tokens) {
+      const Result<bool> complete =
+          run.request.constraint != nullptr ? run.request.constraint->finished() : false;
+      if (!complete.ok()) {
+        event.status = complete.status();
+        return event;
+      }
+      if (*complete || run.emitted == run.request.max_tokens) {
         event.text += run.stops.push(run.detokenizer.finish()) + run.stops.finish();
         event.done = true;
-        event.reason = complete ? engine::StopReason::kConstraint : engine::StopReason::kLength;
+        event.reason = *complete ? engine::StopReason::kConstraint : engine::StopReason::kLength;
         return event;
       }
     }
@@ -296,13 +306,14 @@ class FakeEngine final : public engine::Engine {
   }
 
   // The scripted token if the constraint allows it, else the first that it allows.
-  int32_t constrained(Running& run, int32_t wanted) const {
+  Result<int32_t> constrained(Running& run, int32_t wanted) const {
     engine::TokenConstraint* constraint = run.request.constraint.get();
     if (constraint == nullptr) {
       return wanted;
     }
     std::vector<uint32_t> bits;
-    if (constraint->fill(bits)) {
+    CACHALOT_TRY(const bool masked, constraint->fill(bits));
+    if (masked) {
       const auto allowed = [&](int32_t id) {
         return (bits[static_cast<size_t>(id) / 32] >> (id % 32) & 1) != 0;
       };
@@ -311,7 +322,10 @@ class FakeEngine final : public engine::Engine {
       }
       CACHALOT_CHECK(allowed(wanted), wanted);
     }
-    CACHALOT_CHECK(wanted == *tokenizer_.eos_id() || constraint->accept(wanted), wanted);
+    if (wanted != *tokenizer_.eos_id()) {
+      CACHALOT_TRY(const bool accepted, constraint->accept(wanted));
+      CACHALOT_CHECK(accepted, wanted);
+    }
     return wanted;
   }
 
