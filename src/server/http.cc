@@ -60,6 +60,7 @@ struct HttpServer::State {
   asio::io_context io;
   tcp::acceptor acceptor{asio::make_strand(io)};
   std::optional<asio::thread_pool> pool;
+  asio::thread_pool light{1};  // of requests without a body
   std::vector<std::thread> threads;
   std::atomic<bool> stopping = false;
   bool stopped = false;
@@ -496,7 +497,8 @@ asio::awaitable<bool> serve_one(ConnectionPtr c) {
       std::make_shared<Answer>(c->stream_.get_executor(), options.max_queued, request.id);
   c->answer_ = answer;
   asio::co_spawn(c->stream_.get_executor(), watch(c, answer), asio::detached);
-  asio::post(*c->state_.pool, [c, answer, request = std::move(request)]() mutable {
+  asio::thread_pool& pool = request.body.empty() ? c->state_.light : *c->state_.pool;
+  asio::post(pool, [c, answer, request = std::move(request)]() mutable {
     c->state_.handler(std::move(request), answer);
   });
   const bool reusable = co_await send_answer(c, answer, version, keep_alive);
@@ -648,6 +650,7 @@ bool HttpServer::stop(milliseconds grace) {
     wait(milliseconds(5000));
   }
   state.pool->join();
+  state.light.join();
   state.io.stop();
   for (std::thread& thread : state.threads) {
     thread.join();

@@ -9,6 +9,7 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <condition_variable>
 #include <cstring>
 #include <mutex>
 #include <thread>
@@ -138,6 +139,42 @@ TEST_F(HttpTest, PipelinedAndSplitRequests) {
     socket.send({&byte, 1});
   }
   ASSERT_TRUE(socket.read_until("POST /3 abc"));
+}
+
+// Requests with bodies that take all of the handlers' time.
+TEST_F(HttpTest, RequestsWithoutABodyDoNotWaitForOthers) {
+  std::mutex mutex;
+  std::condition_variable changed;
+  bool open = false;
+  int held = 0;
+  start([&](HttpRequest request, std::shared_ptr<Exchange> exchange) {
+    if (!request.body.empty()) {
+      std::unique_lock lock(mutex);
+      ++held;
+      changed.wait_for(lock, std::chrono::seconds(20), [&] { return open; });
+    }
+    echo(std::move(request), exchange);
+  });
+  std::vector<std::unique_ptr<Socket>> heavy;
+  for (int i = 0; i < 4; ++i) {
+    heavy.push_back(std::make_unique<Socket>(port()));
+    heavy.back()->send("POST /work HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\nhi");
+  }
+  ASSERT_TRUE(eventually([&] {
+    const std::lock_guard lock(mutex);
+    return held == HttpOptions().handler_threads;
+  }));
+  Socket socket(port());
+  socket.send("GET /health HTTP/1.1\r\nHost: x\r\n\r\n");
+  EXPECT_TRUE(socket.read_until("GET /health"));
+  {
+    const std::lock_guard lock(mutex);
+    open = true;
+  }
+  changed.notify_all();
+  for (const auto& each : heavy) {
+    EXPECT_TRUE(each->read_until("POST /work hi"));
+  }
 }
 
 TEST_F(HttpTest, Http10AndConnectionClose) {
