@@ -208,16 +208,17 @@ class Conversation {
 
   Status generate() {
     CACHALOT_TRY(const text::ChatRequest request, text::parse_chat_request(body()));
-    CACHALOT_TRY(const text::RenderedChat rendered, text::render_chat(request));
     const auto format = engine::image_format(runtime_.config(), runtime_.tokenizer());
-    CACHALOT_TRY(
-        engine::ImagePrompt prompt,
-        engine::encode_chat(
-            runtime_.tokenizer(), rendered, format, runtime_.config().max_position_embeddings));
+    CACHALOT_TRY(engine::ImagePrompt prompt,
+                 engine::encode_chat(runtime_.tokenizer(),
+                                     request,
+                                     format,
+                                     runtime_.config().max_position_embeddings,
+                                     "messages"));
     CACHALOT_TRY(std::vector<engine::PromptImage> images, engine::decode_images(prompt, format));
     CACHALOT_TRY(const engine::SamplingParams sampling, flags_.sampling.resolve());
     text::ChatParser parser(runtime_.tokenizer(),
-                            {.start = rendered.start, .stop = flags_.sampling.stop});
+                            {.start = prompt.start, .stop = flags_.sampling.stop});
     Turn answer{"assistant", "", "", {}};
     const auto show = [&](const std::vector<text::ChatEvent>& events) {
       for (const text::ChatEvent& event : events) {

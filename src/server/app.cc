@@ -304,19 +304,17 @@ void App::generate(const Call& call, const Dialect& dialect) {
   const std::shared_ptr<const engine::LoadedModel> weights = engine_.load()->weights();
   const auto job = [&]() -> Result<std::shared_ptr<Job>> {
     CACHALOT_TRY(GenerationRequest request, dialect.parse(*body, *model_));
+    // What could never be taken is not to be tried again.
+    if (const int64_t most = engine_.load()->options().max_present(); request.choices() > most) {
+      return invalid("{} and n ask for {} answers, the server takes {} at a time",
+                     dialect.prompt_field,
+                     request.choices(),
+                     most);
+    }
     return prepare(std::move(request), dialect, *model_);
   }();
   if (!job.ok()) {
     refuse(call, dialect, api_error(job.error(), &*body));
-    return;
-  }
-  // What could never be taken is not to be tried again.
-  if (const int64_t most = engine_.load()->options().max_present(); (*job)->choices() > most) {
-    const Status status = invalid("{} and n ask for {} answers, the server takes {} at a time",
-                                  dialect.prompt_field,
-                                  (*job)->choices(),
-                                  most);
-    refuse(call, dialect, api_error(status, &*body));
     return;
   }
   (*job)->deadline = deadline_of((*job)->request, arrival);
