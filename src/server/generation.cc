@@ -262,6 +262,21 @@ Result<std::shared_ptr<Job>> prepare(GenerationRequest request,
   return job;
 }
 
+HttpResponse error_response(const ApiError& error,
+                            const Dialect& dialect,
+                            std::string_view request_id) {
+  HttpResponse response;
+  response.status = error.status;
+  response.body = dialect.error(error, request_id);
+  if (error.retry_after > 0) {
+    response.headers.emplace_back("retry-after", std::to_string(error.retry_after));
+  }
+  if (!error.allow.empty()) {
+    response.headers.emplace_back("allow", error.allow);
+  }
+  return response;
+}
+
 void BlockEncoder::delta(const Delta& delta, std::string& out) {
   for (const text::ChatEvent& event : delta.events) {
     piece(event, out);

@@ -17,6 +17,7 @@
 #include "engine/engine.h"
 #include "engine/prompt_images.h"
 #include "server/api_error.h"
+#include "server/exchange.h"
 #include "text/chat.h"
 #include "text/chat_parser.h"
 #include "text/grammar.h"
@@ -180,6 +181,11 @@ struct Dialect {
   std::string_view call_prefix;   // of the ids of tool calls
   std::string_view prompt_field;  // that holds the prompt, for messages
 };
+
+// An error as an answer of its own.
+HttpResponse error_response(const ApiError& error,
+                            const Dialect& dialect,
+                            std::string_view request_id);
 
 extern const Dialect kChatCompletions;
 extern const Dialect kCompletions;

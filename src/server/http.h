@@ -11,6 +11,7 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <string_view>
 
 #include "base/status.h"
 #include "server/exchange.h"
@@ -35,8 +36,10 @@ struct HttpOptions {
 // Called on the handler pool, or on the thread of requests without a body.
 using HttpHandler = std::function<void(HttpRequest, std::shared_ptr<Exchange>)>;
 
-// The body of an error that the HTTP layer itself answers with: 400, 413 or 431.
-using HttpErrorBody = std::function<std::string(int status, const std::string& message)>;
+// The body of an error that the HTTP layer itself answers with: 400, 413 or 431. The path is empty
+// where the header could not be read.
+using HttpErrorBody = std::function<std::string(
+    int status, const std::string& message, std::string_view path, std::string_view request_id)>;
 
 class HttpServer {
  public:

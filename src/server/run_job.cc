@@ -280,13 +280,7 @@ class Run : public std::enable_shared_from_this<Run> {
       exchange_->write(std::move(out));
       exchange_->end();
     } else {
-      HttpResponse response;
-      response.status = error.status;
-      response.body = dialect_.error(error, exchange_->id());
-      if (error.retry_after > 0) {
-        response.headers.emplace_back("retry-after", std::to_string(error.retry_after));
-      }
-      exchange_->respond(std::move(response));
+      exchange_->respond(error_response(error, dialect_, exchange_->id()));
     }
   }
 
