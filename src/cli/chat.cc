@@ -36,7 +36,7 @@ const char kHelp[] =
     "/effort N    reasoning effort, 1 to 100 or low, high, max\n"
     "/think on    think before answering; /think off: answer at once\n"
     "/image FILE  show an image with the next message\n"
-    "/reset       forget the conversation\n"
+    "/reset       forget the conversation, and images that wait for a message\n"
     "/save FILE   write the conversation as a chat-completions request body\n"
     "/quit        leave\n";
 
@@ -113,6 +113,7 @@ class Conversation {
 
   void reset() {
     turns_.clear();
+    shown_.clear();
     if (!flags_.system.empty()) {
       turns_.push_back({"system", flags_.system, "", {}});
     }
@@ -140,6 +141,7 @@ class Conversation {
     turns_.push_back({"user", question, "", std::exchange(shown_, {})});
     const Status status = generate();
     if (!status.ok()) {
+      shown_ = std::move(turns_.back().images);
       turns_.pop_back();
     }
     return status;
