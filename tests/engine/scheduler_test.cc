@@ -3,6 +3,7 @@
 #include "engine/scheduler.h"
 
 #include <algorithm>
+#include <thread>
 
 #include "tests/engine/scheduler_bench.h"
 
@@ -470,6 +471,31 @@ TEST_P(SchedulerTest, ConstraintsNarrowTheDraw) {
   none.constraint = std::make_unique<EvenIds>(9, 0u);
   EXPECT_EQ(bench.run(std::move(odd)).status.code(), Code::kInternal);
   EXPECT_EQ(bench.run(std::move(none)).status.code(), Code::kFailedPrecondition);
+}
+
+// Never on the thread of the steps, which a mask would hold up.
+TEST_P(SchedulerTest, MasksAreFilledBesideTheSteps) {
+  class Watched : public EvenIds {
+   public:
+    Watched() : EvenIds(9) {}
+    Result<bool> fill(std::vector<uint32_t>& bits) override {
+      EXPECT_NE(std::this_thread::get_id(), steps_);
+      return EvenIds::fill(bits);
+    }
+
+   private:
+    std::thread::id steps_ = std::this_thread::get_id();
+  };
+  const auto runtime = open();
+  Bench bench(*runtime, {.chunk = 5});
+  std::vector<EngineRequest> requests = requests_of({12, 3});
+  for (EngineRequest& request : requests) {
+    request.max_tokens = 50;
+    request.constraint = std::make_unique<Watched>();
+  }
+  for (const Answer& answer : bench.run_all(std::move(requests))) {
+    EXPECT_EQ(answer.reason, StopReason::kConstraint);
+  }
 }
 
 TEST_P(SchedulerTest, StopStringsAreNamed) {
