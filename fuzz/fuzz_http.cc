@@ -31,7 +31,9 @@ uint16_t port() {
           exchange->write(request.body);
           exchange->end();
         },
-        [](int, const std::string& message) { return message; });
+        [](int, const std::string& message, std::string_view, std::string_view) {
+          return message;
+        });
     CACHALOT_CHECK(started.ok());
     return std::move(*started);
   }();

@@ -36,7 +36,7 @@ const char kHelp[] =
     "/effort N    reasoning effort, 1 to 100 or low, high, max\n"
     "/think on    think before answering; /think off: answer at once\n"
     "/image FILE  show an image with the next message\n"
-    "/reset       forget the conversation\n"
+    "/reset       forget the conversation, and images that wait for a message\n"
     "/save FILE   write the conversation as a chat-completions request body\n"
     "/quit        leave\n";
 
@@ -113,6 +113,7 @@ class Conversation {
 
   void reset() {
     turns_.clear();
+    shown_.clear();
     if (!flags_.system.empty()) {
       turns_.push_back({"system", flags_.system, "", {}});
     }
@@ -140,6 +141,7 @@ class Conversation {
     turns_.push_back({"user", question, "", std::exchange(shown_, {})});
     const Status status = generate();
     if (!status.ok()) {
+      shown_ = std::move(turns_.back().images);
       turns_.pop_back();
     }
     return status;
@@ -208,16 +210,17 @@ class Conversation {
 
   Status generate() {
     CACHALOT_TRY(const text::ChatRequest request, text::parse_chat_request(body()));
-    CACHALOT_TRY(const text::RenderedChat rendered, text::render_chat(request));
     const auto format = engine::image_format(runtime_.config(), runtime_.tokenizer());
-    CACHALOT_TRY(
-        engine::ImagePrompt prompt,
-        engine::encode_chat(
-            runtime_.tokenizer(), rendered, format, runtime_.config().max_position_embeddings));
+    CACHALOT_TRY(engine::ImagePrompt prompt,
+                 engine::encode_chat(runtime_.tokenizer(),
+                                     request,
+                                     format,
+                                     runtime_.config().max_position_embeddings,
+                                     "messages"));
     CACHALOT_TRY(std::vector<engine::PromptImage> images, engine::decode_images(prompt, format));
     CACHALOT_TRY(const engine::SamplingParams sampling, flags_.sampling.resolve());
     text::ChatParser parser(runtime_.tokenizer(),
-                            {.start = rendered.start, .stop = flags_.sampling.stop});
+                            {.start = prompt.start, .stop = flags_.sampling.stop});
     Turn answer{"assistant", "", "", {}};
     const auto show = [&](const std::vector<text::ChatEvent>& events) {
       for (const text::ChatEvent& event : events) {

@@ -51,11 +51,11 @@ Result<engine::ImagePrompt> read_chat(const std::string& path,
                                       const model::ModelConfig& config) {
   CACHALOT_TRY(const std::string body, read_file(path));
   CACHALOT_TRY(const text::ChatRequest request, text::parse_chat_request(body).with(path));
-  CACHALOT_TRY(const text::RenderedChat rendered, text::render_chat(request).with(path));
   return engine::encode_chat(tokenizer,
-                             rendered,
+                             request,
                              engine::image_format(config, tokenizer),
-                             config.max_position_embeddings)
+                             config.max_position_embeddings,
+                             "messages")
       .with(path);
 }
 

@@ -161,6 +161,7 @@ void add_run(CLI::App& app, Action& action) {
   auto flags = std::make_shared<RunCommandFlags>();
   CLI::App* command = app.add_subcommand("run", "Generate text");
   flags->run.add_to(*command);
+  flags->run.add_dump_to(*command);
   flags->sampling.add_to(*command);
   auto* input = command->add_option_group("input");
   auto* prompt = input->add_option("-p,--prompt", flags->prompt, "A text to continue");

@@ -58,6 +58,9 @@ void RunFlags::add_to(CLI::App& app) {
                  "Drafts to verify per step; 0: as confidence and measured speed advise")
       ->check(CLI::Range(int64_t{0}, int64_t{64}))
       ->capture_default_str();
+}
+
+void RunFlags::add_dump_to(CLI::App& app) {
   app.add_option(
       "--dump", dump_dir, "Write intermediate values of each request into this directory");
   app.add_option("--force", force_dir, "Use router choices and selections of a dump");

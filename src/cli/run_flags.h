@@ -1,4 +1,4 @@
-// The run flags that score, run, chat and bench share.
+// The run flags that score, run, chat, serve and bench share.
 #pragma once
 
 #include <CLI/CLI.hpp>
@@ -27,6 +27,8 @@ struct RunFlags {
   int64_t max_cached_tokens = 0;  // 0: bounded by memory alone
 
   void add_to(CLI::App& app);
+  // --dump and --force, for commands that use make_observer().
+  void add_dump_to(CLI::App& app);
   engine::GeneratorOptions generator_options() const {
     return {.chunk = chunk, .speculation = {.length = spec_length}};
   }

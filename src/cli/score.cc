@@ -78,6 +78,7 @@ void add_score(CLI::App& app, Action& action) {
   auto flags = std::make_shared<ScoreFlags>();
   CLI::App* command = app.add_subcommand("score", "Log-probabilities of given tokens");
   flags->run.add_to(*command);
+  flags->run.add_dump_to(*command);
   command->add_option("--input", flags->input, "JSON lines with 'tokens' or 'text'")->required();
   command->add_option("--output", flags->output, "JSON lines; - for stdout")->required();
   command->add_option("--top", flags->top, "Alternatives per token")

@@ -13,7 +13,6 @@
 #include "cli/engine_flags.h"
 #include "cli/server_process.h"
 #include "engine/engine.h"
-#include "server/api_error.h"
 #include "server/app.h"
 #include "server/http.h"
 
@@ -91,21 +90,16 @@ Status serve(ServeFlags flags) {
   raise_file_limit();
   give_memory_back();
   server::App app(flags.app);
-  const auto error_body = [](int status, const std::string& message) {
-    server::ApiError error;
-    error.status = status;
-    error.message = message;
-    error.type = "invalid_request_error";
-    return server::openai_error_json(error);
-  };
   CACHALOT_TRY(const std::unique_ptr<server::HttpServer> http,
                server::HttpServer::start(
                    flags.http,
                    [&app](server::HttpRequest request, std::shared_ptr<server::Exchange> exchange) {
                      app.handle(std::move(request), std::move(exchange));
                    },
-                   error_body));
-  std::fputs(fmt::format("http://{}:{}\n", flags.http.host, http->port()).c_str(), stdout);
+                   server::App::unread_error));
+  const bool v6 = flags.http.host.find(':') != std::string::npos;
+  const std::string host = v6 ? "[" + flags.http.host + "]" : flags.http.host;
+  std::fputs(fmt::format("http://{}:{}\n", host, http->port()).c_str(), stdout);
   std::fflush(stdout);
 
   CACHALOT_TRY(const std::unique_ptr<engine::Runtime> runtime, open_runtime(flags.engine.run));

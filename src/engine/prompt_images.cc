@@ -6,6 +6,7 @@
 
 #include "base/check.h"
 #include "base/format.h"
+#include "base/math.h"
 #include "image/data_url.h"
 #include "image/decode.h"
 #include "model/vision.h"
@@ -79,20 +80,45 @@ Result<ImagePrompt> place_images(const std::vector<int32_t>& ids,
   return prompt;
 }
 
+Status check_length(const text::Tokenizer& tokenizer,
+                    int64_t bytes,
+                    int64_t most_tokens,
+                    std::string_view field) {
+  if (const int64_t least = ceil_div(bytes, tokenizer.longest_token()); least > most_tokens) {
+    return error(Code::kOutOfRange,
+                 "{}: this model's maximum context length is {} tokens, and the prompt of {} bytes "
+                 "has at least {}",
+                 field,
+                 most_tokens,
+                 bytes,
+                 least);
+  }
+  return {};
+}
+
 Result<ImagePrompt> encode_chat(const text::Tokenizer& tokenizer,
-                                const text::RenderedChat& chat,
+                                const text::ChatRequest& chat,
                                 const std::optional<ImageFormat>& format,
-                                int64_t most_tokens) {
+                                int64_t most_tokens,
+                                std::string_view field) {
+  CACHALOT_TRY(const text::RenderedChat rendered, text::render_chat(chat));
+  int64_t bytes = 0;
+  for (const text::PromptPart& part : rendered.parts) {
+    bytes += part.control ? 0 : std::ssize(part.text);
+  }
+  CACHALOT_RETURN_IF_ERROR(check_length(tokenizer, bytes, most_tokens, field));
   std::vector<ImageFile> files;
-  for (const text::ImageSource& source : chat.images) {
+  for (const text::ImageSource& source : rendered.images) {
     if (!format) {
       return error(Code::kUnimplemented, "{}: this model takes no images", source.field);
     }
-    CACHALOT_TRY(std::vector<uint8_t> bytes, image::read_data_url(source.url).with(source.field));
-    files.push_back({source.field, std::move(bytes)});
+    CACHALOT_TRY(std::vector<uint8_t> file, image::read_data_url(source.url).with(source.field));
+    files.push_back({source.field, std::move(file)});
   }
-  CACHALOT_TRY(const std::vector<int32_t> ids, text::encode_prompt(tokenizer, chat));
-  return place_images(ids, std::move(files), format, most_tokens);
+  CACHALOT_TRY(const std::vector<int32_t> ids, text::encode_prompt(tokenizer, rendered));
+  CACHALOT_TRY(ImagePrompt prompt, place_images(ids, std::move(files), format, most_tokens));
+  prompt.start = rendered.start;
+  return prompt;
 }
 
 Result<std::vector<PromptImage>> decode_images(const ImagePrompt& prompt,

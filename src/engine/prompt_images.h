@@ -1,6 +1,6 @@
 // From the images of a chat to the slots of a prompt.
 //
-//   CACHALOT_TRY(const ImagePrompt prompt, encode_chat(tokenizer, rendered, format, most_tokens));
+//   CACHALOT_TRY(const ImagePrompt prompt, encode_chat(tokenizer, chat, format, most, "messages"));
 //   CACHALOT_TRY(const std::vector<PromptImage> images, decode_images(prompt, format));
 //
 // The first reads no more than the headers of the files, so that counting the tokens of a prompt or
@@ -9,8 +9,8 @@
 
 #include <cstdint>
 #include <optional>
-#include <span>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "base/status.h"
@@ -41,7 +41,15 @@ struct ImagePrompt {
   std::vector<int32_t> ids;  // with every image token replaced by the slots of its image
   std::vector<ImageFile> files;
   std::vector<int64_t> positions;  // of their first slots
+  text::OutputStart start = text::OutputStart::kContent;
 };
+
+// kOutOfRange, naming `field`: a text of so many bytes has more than `most_tokens`, however it is
+// split.
+Status check_length(const text::Tokenizer& tokenizer,
+                    int64_t bytes,
+                    int64_t most_tokens,
+                    std::string_view field);
 
 // `ids` has one image token for each file. Errors: as decoding gives them for headers, naming the
 // field; kOutOfRange: the prompt has more than `most_tokens`; kUnimplemented: the model takes no
@@ -51,11 +59,13 @@ Result<ImagePrompt> place_images(const std::vector<int32_t>& ids,
                                  const std::optional<ImageFormat>& format,
                                  int64_t most_tokens);
 
-// text::encode_prompt with images, which must be data: URLs. Errors: those of both.
+// The prompt of a chat, whose images must be data: URLs. Errors: those of render_chat, check_length
+// (naming `field`), encode_prompt and place_images, in this order.
 Result<ImagePrompt> encode_chat(const text::Tokenizer& tokenizer,
-                                const text::RenderedChat& chat,
+                                const text::ChatRequest& chat,
                                 const std::optional<ImageFormat>& format,
-                                int64_t most_tokens);
+                                int64_t most_tokens,
+                                std::string_view field);
 
 // What an engine request takes. Errors name the field.
 Result<std::vector<PromptImage>> decode_images(const ImagePrompt& prompt,

@@ -16,6 +16,7 @@ struct ApiError {
   std::string param;    // path of the field, or empty
   std::string code;     // "context_length_exceeded", ..., or empty
   int retry_after = 0;  // seconds; 0: no such header
+  std::string allow;    // methods, with 405 alone
 };
 
 // What the failure of a request means over HTTP. `body` is the parsed request or null: a message

@@ -57,6 +57,11 @@ std::string_view without_base(std::string_view path) {
   return path;
 }
 
+// Of errors on paths without a route.
+const Dialect& dialect_of(std::string_view path) {
+  return path.find("/messages") != std::string_view::npos ? kMessages : kChatCompletions;
+}
+
 void ids_field(JsonWriter& w, std::string_view key, const std::vector<int32_t>& ids) {
   w.key(key).begin_array();
   for (const int32_t id : ids) {
@@ -169,32 +174,34 @@ void App::drain() {
 
 void App::handle(HttpRequest request, std::shared_ptr<Exchange> exchange) {
   const std::string_view path = without_base(request.path);
+  // The network leaves out the body.
+  const std::string_view method =
+      request.method == "HEAD" ? "GET" : std::string_view(request.method);
   const Route* route = nullptr;
-  bool other_method = false;
+  std::string allowed;  // methods of the path
   for (const Route& candidate : routes()) {
     // A path that ends in a slash stands for everything below it.
     const bool below = candidate.path.size() > 1 && candidate.path.ends_with('/') &&
                        path.size() > candidate.path.size() && path.starts_with(candidate.path);
     if (candidate.path == path || below) {
-      const bool same = candidate.method == request.method;
-      route = same ? &candidate : route;
-      other_method = other_method || !same;
+      route = candidate.method == method ? &candidate : route;
+      allowed += (allowed.empty() ? "" : ", ") +
+                 std::string(candidate.method == "GET" ? "GET, HEAD" : candidate.method);
     }
   }
   // Unknown paths share a name: clients must not be able to fill the metrics.
   const Call call{request, exchange, route != nullptr ? std::string(route->path) : "unknown"};
   if (route == nullptr) {
-    const bool anthropic = request.path.find("/messages") != std::string::npos;
-    refuse(
-        call,
-        anthropic ? kMessages : kChatCompletions,
-        other_method
-            ? make_error(405,
+    ApiError error =
+        allowed.empty()
+            ? make_error(
+                  404, "there is no such endpoint", "invalid_request_error", "unknown_endpoint")
+            : make_error(405,
                          fmt::format("{} is not allowed here", request.method),
                          "invalid_request_error",
-                         "method_not_allowed")
-            : make_error(
-                  404, "there is no such endpoint", "invalid_request_error", "unknown_endpoint"));
+                         "method_not_allowed");
+    error.allow = std::move(allowed);
+    refuse(call, dialect_of(request.path), error);
     return;
   }
   if (route->access != Access::kOpen) {
@@ -268,13 +275,15 @@ void App::reply(const Call& call, HttpResponse response) {
 }
 
 void App::refuse(const Call& call, const Dialect& dialect, const ApiError& error) {
-  HttpResponse response;
-  response.status = error.status;
-  response.body = dialect.error(error, call.request.id);
-  if (error.retry_after > 0) {
-    response.headers.emplace_back("retry-after", std::to_string(error.retry_after));
-  }
-  reply(call, std::move(response));
+  reply(call, error_response(error, dialect, call.request.id));
+}
+
+std::string App::unread_error(int status,
+                              const std::string& message,
+                              std::string_view path,
+                              std::string_view request_id) {
+  return dialect_of(path).error(make_error(status, message, "invalid_request_error", ""),
+                                request_id);
 }
 
 std::optional<App::TimePoint> App::deadline_of(const GenerationRequest& request,
@@ -304,19 +313,17 @@ void App::generate(const Call& call, const Dialect& dialect) {
   const std::shared_ptr<const engine::LoadedModel> weights = engine_.load()->weights();
   const auto job = [&]() -> Result<std::shared_ptr<Job>> {
     CACHALOT_TRY(GenerationRequest request, dialect.parse(*body, *model_));
+    // What could never be taken is not to be tried again.
+    if (const int64_t most = engine_.load()->options().max_present(); request.choices() > most) {
+      return invalid("{} and n ask for {} answers, the server takes {} at a time",
+                     dialect.prompt_field,
+                     request.choices(),
+                     most);
+    }
     return prepare(std::move(request), dialect, *model_);
   }();
   if (!job.ok()) {
     refuse(call, dialect, api_error(job.error(), &*body));
-    return;
-  }
-  // What could never be taken is not to be tried again.
-  if (const int64_t most = engine_.load()->options().max_present(); (*job)->choices() > most) {
-    const Status status = invalid("{} and n ask for {} answers, the server takes {} at a time",
-                                  dialect.prompt_field,
-                                  (*job)->choices(),
-                                  most);
-    refuse(call, dialect, api_error(status, &*body));
     return;
   }
   (*job)->deadline = deadline_of((*job)->request, arrival);

@@ -34,6 +34,11 @@ class App {
   void drain();
 
   void handle(HttpRequest request, std::shared_ptr<Exchange> exchange);
+  // The body of an error of a request that could not be read: HttpErrorBody.
+  static std::string unread_error(int status,
+                                  const std::string& message,
+                                  std::string_view path,
+                                  std::string_view request_id);
 
  private:
   enum class State : uint8_t { kLoading, kReady, kDraining };

@@ -71,9 +71,9 @@ std::vector<text::GrammarTool> grammar_tools(const text::ChatRequest& chat) {
 }
 
 // The prompt of a chat, and what its tool choice asks of the grammar.
-Result<Prompt> chat_prompt(GenerationRequest& request,
-                           const Dialect& dialect,
-                           const ServedModel& model) {
+Result<engine::ImagePrompt> chat_prompt(GenerationRequest& request,
+                                        const Dialect& dialect,
+                                        const ServedModel& model) {
   auto& chat = std::get<text::ChatRequest>(request.prompt);
   CACHALOT_RETURN_IF_ERROR(check_tool_results(chat.messages, dialect.prompt_field));
   const bool forced = chat.tool_choice == text::ToolChoice::kRequired && !chat.tools.empty();
@@ -102,14 +102,8 @@ Result<Prompt> chat_prompt(GenerationRequest& request,
     request.structure->tools = tools;
     request.structure->parallel = request.parallel_tool_calls;
   }
-  CACHALOT_TRY(const text::RenderedChat rendered, text::render_chat(chat));
-  CACHALOT_TRY(engine::ImagePrompt encoded,
-               engine::encode_chat(*model.tokenizer, rendered, model.images, model.context));
-  Prompt prompt;
-  prompt.start = rendered.start;
-  CACHALOT_TRY(prompt.images, engine::decode_images(encoded, model.images));
-  prompt.ids = std::move(encoded.ids);
-  return prompt;
+  return engine::encode_chat(
+      *model.tokenizer, chat, model.images, model.context, dialect.prompt_field);
 }
 
 Result<Prompt> plain_prompt(const GenerationRequest& request,
@@ -127,6 +121,9 @@ Result<Prompt> plain_prompt(const GenerationRequest& request,
     prompt.ids = plain.ids;
     return prompt;
   }
+  const int64_t bytes = std::ssize(plain.text) + (plain.suffix ? std::ssize(*plain.suffix) : 0);
+  CACHALOT_RETURN_IF_ERROR(
+      engine::check_length(*model.tokenizer, bytes, model.context, dialect.prompt_field));
   if (request.add_bos) {
     prompt.ids.push_back(model.bos_id);
     prompt.hidden = 1;
@@ -163,6 +160,11 @@ Status check_model(const ServedModel& model, std::string_view name) {
   return error(Code::kNotFound, "model '{}' is not served here; it must be '{}'", name, model.name);
 }
 
+int64_t GenerationRequest::choices() const {
+  const auto* plain = std::get_if<std::vector<PlainPrompt>>(&prompt);
+  return n * (plain == nullptr ? 1 : std::ssize(*plain));
+}
+
 Usage& Usage::operator+=(const Usage& other) {
   prompt_tokens += other.prompt_tokens;
   cached_tokens += other.cached_tokens;
@@ -185,9 +187,9 @@ void Output::apply(const Delta& delta) {
 }
 
 Result<std::vector<int32_t>> prompt_ids(const text::ChatRequest& chat, const ServedModel& model) {
-  CACHALOT_TRY(const text::RenderedChat rendered, text::render_chat(chat));
-  CACHALOT_TRY(engine::ImagePrompt encoded,
-               engine::encode_chat(*model.tokenizer, rendered, model.images, model.context));
+  CACHALOT_TRY(
+      engine::ImagePrompt encoded,
+      engine::encode_chat(*model.tokenizer, chat, model.images, model.context, "messages"));
   return std::move(encoded.ids);
 }
 
@@ -209,12 +211,13 @@ Result<std::shared_ptr<Job>> prepare(GenerationRequest request,
   }
   CACHALOT_RETURN_IF_ERROR(engine::validate(request.sampling, model.vocab_size));
 
+  engine::ImagePrompt encoded;  // of a chat
   int64_t wanted = request.max_tokens.value_or(kDefaultCompletionTokens);
   if (auto* chat = std::get_if<text::ChatRequest>(&request.prompt)) {
     wanted =
         request.max_tokens.value_or(chat->thinking ? kDefaultThinkingTokens : kDefaultChatTokens);
-    CACHALOT_TRY(Prompt prompt, chat_prompt(request, dialect, model));
-    job->prompts.push_back(std::move(prompt));
+    CACHALOT_TRY(encoded, chat_prompt(request, dialect, model));
+    job->prompts.push_back({.ids = std::move(encoded.ids), .images = {}, .start = encoded.start});
   } else {
     for (const PlainPrompt& plain : std::get<std::vector<PlainPrompt>>(request.prompt)) {
       CACHALOT_TRY(Prompt prompt, plain_prompt(request, plain, dialect, model));
@@ -252,8 +255,26 @@ Result<std::shared_ptr<Job>> prepare(GenerationRequest request,
     CACHALOT_TRY(job->grammar,
                  model.grammar->compile(*request.structure).with(request.structure_field));
   }
+  if (!encoded.files.empty()) {
+    CACHALOT_TRY(job->prompts[0].images, engine::decode_images(encoded, model.images));
+  }
   job->request = std::move(request);
   return job;
+}
+
+HttpResponse error_response(const ApiError& error,
+                            const Dialect& dialect,
+                            std::string_view request_id) {
+  HttpResponse response;
+  response.status = error.status;
+  response.body = dialect.error(error, request_id);
+  if (error.retry_after > 0) {
+    response.headers.emplace_back("retry-after", std::to_string(error.retry_after));
+  }
+  if (!error.allow.empty()) {
+    response.headers.emplace_back("allow", error.allow);
+  }
+  return response;
 }
 
 void BlockEncoder::delta(const Delta& delta, std::string& out) {

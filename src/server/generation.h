@@ -17,6 +17,7 @@
 #include "engine/engine.h"
 #include "engine/prompt_images.h"
 #include "server/api_error.h"
+#include "server/exchange.h"
 #include "text/chat.h"
 #include "text/chat_parser.h"
 #include "text/grammar.h"
@@ -74,6 +75,8 @@ struct GenerationRequest {
   int priority = 0;               // higher runs first
   std::optional<double> timeout;  // seconds from the arrival to the last token
   text::Json echoed;              // Responses: fields of the request that its answer repeats
+
+  int64_t choices() const;
 };
 
 struct Prompt {
@@ -137,7 +140,7 @@ struct Job {
   std::shared_ptr<const text::CompiledGrammar> grammar;  // null: unconstrained
 
   bool chat() const { return std::holds_alternative<text::ChatRequest>(request.prompt); }
-  int64_t choices() const { return static_cast<int64_t>(prompts.size()) * request.n; }
+  int64_t choices() const { return request.choices(); }
   const Prompt& prompt_of(int64_t choice) const {
     return prompts[static_cast<size_t>(choice / request.n)];
   }
@@ -179,6 +182,11 @@ struct Dialect {
   std::string_view prompt_field;  // that holds the prompt, for messages
 };
 
+// An error as an answer of its own.
+HttpResponse error_response(const ApiError& error,
+                            const Dialect& dialect,
+                            std::string_view request_id);
+
 extern const Dialect kChatCompletions;
 extern const Dialect kCompletions;
 extern const Dialect kMessages;   // Anthropic
@@ -187,8 +195,9 @@ extern const Dialect kResponses;  // OpenAI Responses
 // Tokens of a chat's prompt, with those of its images. Errors: those of prepare().
 Result<std::vector<int32_t>> prompt_ids(const text::ChatRequest& chat, const ServedModel& model);
 
-// Renders and tokenizes the prompts, decodes their images, fixes defaults, compiles the grammar.
-// Errors: kOutOfRange when a prompt leaves no room in the context; else as the request's.
+// Renders and tokenizes the prompts, fixes defaults, compiles the grammar, and decodes the images
+// of what could run. Errors: kOutOfRange when a prompt leaves no room in the context; else as the
+// request's.
 Result<std::shared_ptr<Job>> prepare(GenerationRequest request,
                                      const Dialect& dialect,
                                      const ServedModel& model);

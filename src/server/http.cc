@@ -60,6 +60,7 @@ struct HttpServer::State {
   asio::io_context io;
   tcp::acceptor acceptor{asio::make_strand(io)};
   std::optional<asio::thread_pool> pool;
+  asio::thread_pool light{1};  // of requests without a body
   std::vector<std::thread> threads;
   std::atomic<bool> stopping = false;
   bool stopped = false;
@@ -240,11 +241,15 @@ std::string decoded(std::string_view text) {
   return out;
 }
 
+std::string path_of(const http::request<http::string_body>& message) {
+  const std::string_view target(message.target().data(), message.target().size());
+  return decoded(target.substr(0, target.find('?')));
+}
+
 HttpRequest plain_request(http::request<http::string_body>&& message) {
   HttpRequest out;
   out.method = std::string(message.method_string());
-  const std::string_view target(message.target().data(), message.target().size());
-  out.path = decoded(target.substr(0, target.find('?')));
+  out.path = path_of(message);
   for (const auto& field : message) {
     std::string name(field.name_string());
     std::transform(name.begin(), name.end(), name.begin(), [](unsigned char c) {
@@ -278,15 +283,32 @@ void set_head(http::response<Body>& message,
   message.keep_alive(keep_alive);
 }
 
-asio::awaitable<error_code> write_whole(
-    ConnectionPtr c, HttpResponse response, std::string id, unsigned version, bool keep_alive) {
+// What of a request shapes the message around the answer.
+struct Framing {
+  unsigned version = 11;
+  bool keep_alive = false;
+  bool head_alone = false;  // HEAD: the length of the body without the body
+};
+
+asio::awaitable<error_code> write_whole(ConnectionPtr c,
+                                        HttpResponse response,
+                                        std::string id,
+                                        Framing framing) {
   http::response<http::string_body> message;
-  set_head(message, response, id, version, keep_alive);
+  set_head(message, response, id, framing.version, framing.keep_alive);
   message.body() = std::move(response.body);
   message.prepare_payload();
+  http::response_serializer<http::string_body> serializer(message);
   c->stream_.expires_after(c->state_.options.write_timeout);
-  auto [failed, bytes] = co_await http::async_write(c->stream_, message, kToken);
-  co_return failed;
+  error_code result;
+  if (framing.head_alone) {
+    auto [failed, bytes] = co_await http::async_write_header(c->stream_, serializer, kToken);
+    result = failed;
+  } else {
+    auto [failed, bytes] = co_await http::async_write(c->stream_, serializer, kToken);
+    result = failed;
+  }
+  co_return result;
 }
 
 // Lets a refused client read the answer: what it still sends is read and dropped for a while, since
@@ -339,11 +361,11 @@ asio::awaitable<error_code> write_bytes(ConnectionPtr c, std::string bytes, bool
 // Sends the answer as it comes. False: the connection is of no further use.
 asio::awaitable<bool> send_stream(ConnectionPtr c,
                                   std::shared_ptr<Answer> answer,
-                                  unsigned version,
-                                  bool keep_alive) {
-  const bool chunked = version >= 11;
+                                  Framing framing) {
+  const bool chunked = framing.version >= 11;
+  const bool keep_alive = framing.keep_alive;
   http::response<http::empty_body> message;
-  set_head(message, *answer->head, answer->id(), version, keep_alive && chunked);
+  set_head(message, *answer->head, answer->id(), framing.version, keep_alive && chunked);
   message.chunked(chunked);
   http::response_serializer<http::empty_body> serializer(message);
   c->stream_.expires_after(c->state_.options.write_timeout);
@@ -386,8 +408,7 @@ asio::awaitable<bool> send_stream(ConnectionPtr c,
 // Waits for the answer and sends it. False: close the connection.
 asio::awaitable<bool> send_answer(ConnectionPtr c,
                                   std::shared_ptr<Answer> answer,
-                                  unsigned version,
-                                  bool keep_alive) {
+                                  Framing framing) {
   while (!answer->head && !answer->aborted) {
     answer->wake().expires_at(std::chrono::steady_clock::time_point::max());
     co_await answer->wake().async_wait(kToken);
@@ -395,15 +416,14 @@ asio::awaitable<bool> send_answer(ConnectionPtr c,
   if (answer->aborted) {
     co_return false;
   }
-  keep_alive = keep_alive && !c->state_.stopping;
+  framing.keep_alive = framing.keep_alive && !c->state_.stopping;
   if (answer->streaming) {
-    const bool reusable = co_await send_stream(c, answer, version, keep_alive);
+    const bool reusable = co_await send_stream(c, answer, framing);
     co_return reusable;
   }
   HttpResponse response = std::move(*answer->head);
-  const error_code failed =
-      co_await write_whole(c, std::move(response), answer->id(), version, keep_alive);
-  co_return !failed && keep_alive;
+  const error_code failed = co_await write_whole(c, std::move(response), answer->id(), framing);
+  co_return !failed && framing.keep_alive;
 }
 
 // The status for a request that could not be read; 0 if there is nobody to tell, as after a
@@ -422,7 +442,7 @@ int status_of(const error_code& failed) {
              : 0;
 }
 
-asio::awaitable<void> refuse(ConnectionPtr c, error_code failed) {
+asio::awaitable<void> refuse(ConnectionPtr c, error_code failed, std::string path) {
   const int status = status_of(failed);
   if (status == 0) {
     co_return;
@@ -435,10 +455,10 @@ asio::awaitable<void> refuse(ConnectionPtr c, error_code failed) {
       : status == 431
           ? fmt::format("the request header is larger than {} bytes", c->state_.options.max_header)
           : fmt::format("not an HTTP request: {}", failed.message());
-  response.body = c->state_.error_body(status, message);
   std::string id = request_id("");
+  response.body = c->state_.error_body(status, message, path, id);
   const error_code write_failed =
-      co_await write_whole(c, std::move(response), std::move(id), 11, false);
+      co_await write_whole(c, std::move(response), std::move(id), Framing());
   if (!write_failed) {
     co_await linger(c);
   }
@@ -467,7 +487,7 @@ asio::awaitable<bool> serve_one(ConnectionPtr c) {
   auto [header_failed, header_bytes] =
       co_await http::async_read_header(c->stream_, c->buffer_, parser, kToken);
   if (header_failed) {
-    co_await refuse(c, header_failed);
+    co_await refuse(c, header_failed, std::string());
     co_return false;
   }
   const std::string_view expect(parser.get()[http::field::expect].data(),
@@ -484,22 +504,25 @@ asio::awaitable<bool> serve_one(ConnectionPtr c) {
   auto [body_failed, body_bytes] =
       co_await http::async_read(c->stream_, c->buffer_, parser, kToken);
   if (body_failed) {
-    co_await refuse(c, body_failed);
+    std::string path = path_of(parser.get());
+    co_await refuse(c, body_failed, std::move(path));
     co_return false;
   }
   c->stream_.expires_never();
 
-  const unsigned version = parser.get().version();
-  const bool keep_alive = parser.get().keep_alive();
+  const Framing framing{.version = parser.get().version(),
+                        .keep_alive = parser.get().keep_alive(),
+                        .head_alone = parser.get().method() == http::verb::head};
   HttpRequest request = plain_request(parser.release());
   const auto answer =
       std::make_shared<Answer>(c->stream_.get_executor(), options.max_queued, request.id);
   c->answer_ = answer;
   asio::co_spawn(c->stream_.get_executor(), watch(c, answer), asio::detached);
-  asio::post(*c->state_.pool, [c, answer, request = std::move(request)]() mutable {
+  asio::thread_pool& pool = request.body.empty() ? c->state_.light : *c->state_.pool;
+  asio::post(pool, [c, answer, request = std::move(request)]() mutable {
     c->state_.handler(std::move(request), answer);
   });
-  const bool reusable = co_await send_answer(c, answer, version, keep_alive);
+  const bool reusable = co_await send_answer(c, answer, framing);
   c->answer_ = nullptr;
   answer->complete = true;
   answer->forget_abort_task();
@@ -648,6 +671,7 @@ bool HttpServer::stop(milliseconds grace) {
     wait(milliseconds(5000));
   }
   state.pool->join();
+  state.light.join();
   state.io.stop();
   for (std::thread& thread : state.threads) {
     thread.join();

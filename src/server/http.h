@@ -1,7 +1,8 @@
 // HTTP/1.1 over Boost.Beast and Asio: sockets, limits, timeouts, streams.
 //
 // A few I/O threads own the sockets, one strand per connection; handlers run on a pool of their
-// own, since reading a long prompt takes time. TLS and HTTP/2 are left to a proxy in front.
+// own, since reading a long prompt takes time. Requests without a body have a thread apart, so that
+// /health answers while all others are busy. TLS and HTTP/2 are left to a proxy in front.
 #pragma once
 
 #include <chrono>
@@ -10,6 +11,7 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <string_view>
 
 #include "base/status.h"
 #include "server/exchange.h"
@@ -20,7 +22,7 @@ struct HttpOptions {
   std::string host = "127.0.0.1";
   uint16_t port = 8000;  // 0: any free one
   int io_threads = 2;
-  int handler_threads = 2;
+  int handler_threads = 2;  // of requests with a body
   size_t max_body = size_t{64} << 20;
   size_t max_header = size_t{64} << 10;
   size_t max_queued = size_t{4} << 20;  // bytes of one stream that the client has not taken
@@ -31,11 +33,13 @@ struct HttpOptions {
   std::chrono::milliseconds heartbeat{15'000};      // silence of a stream before a comment
 };
 
-// Called on the handler pool.
+// Called on the handler pool, or on the thread of requests without a body.
 using HttpHandler = std::function<void(HttpRequest, std::shared_ptr<Exchange>)>;
 
-// The body of an error that the HTTP layer itself answers with: 400, 413 or 431.
-using HttpErrorBody = std::function<std::string(int status, const std::string& message)>;
+// The body of an error that the HTTP layer itself answers with: 400, 413 or 431. The path is empty
+// where the header could not be read.
+using HttpErrorBody = std::function<std::string(
+    int status, const std::string& message, std::string_view path, std::string_view request_id)>;
 
 class HttpServer {
  public:

@@ -42,7 +42,6 @@ Result<std::vector<ContentBlock>> read_parts(const Json& content, const std::str
       block.type = ContentBlock::Type::kImage;
       block.image.field = part_path + ".image_url";
       CACHALOT_TRY(block.image.url, text::required_string(part, part_path, "image_url"));
-      CACHALOT_TRY(block.image.detail, text::string_field(part, part_path, "detail"));
       out.push_back(std::move(block));
       continue;
     }

@@ -75,13 +75,16 @@ class Run : public std::enable_shared_from_this<Run> {
     const int64_t nth = index % request.n;
     out.sampling.seed =
         nth == 0 ? job_->seed : derived_seed(job_->seed, static_cast<uint64_t>(nth));
-    // No output at all is one token that is not shown: the engine scores a prompt by running it.
-    out.max_tokens = std::max<int64_t>(1, job_->max_tokens);
+    // Without any output the prompt is scored. If nobody asked for that, one token that is not
+    // shown is cheaper, and has the prefix cache's help; but there must be room for it.
+    const bool full = std::ssize(prompt.ids) == job_->model->context;
+    out.prompt_logprobs = (request.echo && request.logprobs) || full;
+    out.max_tokens =
+        out.prompt_logprobs ? job_->max_tokens : std::max<int64_t>(1, job_->max_tokens);
     out.stop_ids = request.stop_ids;
     out.ignore_eos = request.ignore_eos;
     out.logprobs = request.logprobs;
     out.top_logprobs = request.top_logprobs;
-    out.prompt_logprobs = request.echo && request.logprobs;
     if (job_->chat()) {
       text::ChatParserOptions options;
       options.start = prompt.start;
@@ -147,10 +150,12 @@ class Run : public std::enable_shared_from_this<Run> {
 
   void echo(int64_t index, const engine::Event& event, Delta& delta) {
     const Prompt& prompt = job_->prompt_of(index);
-    delta.prompt.assign(
-        event.prompt.begin() +
-            std::min<int64_t>(prompt.hidden, static_cast<int64_t>(event.prompt.size())),
-        event.prompt.end());
+    if (job_->request.logprobs) {
+      delta.prompt.assign(
+          event.prompt.begin() +
+              std::min<int64_t>(prompt.hidden, static_cast<int64_t>(event.prompt.size())),
+          event.prompt.end());
+    }
     text::ChatEvent text;
     text.text = text::decode(*job_->model->tokenizer,
                              std::span(prompt.ids).subspan(static_cast<size_t>(prompt.hidden)),
@@ -280,13 +285,7 @@ class Run : public std::enable_shared_from_this<Run> {
       exchange_->write(std::move(out));
       exchange_->end();
     } else {
-      HttpResponse response;
-      response.status = error.status;
-      response.body = dialect_.error(error, exchange_->id());
-      if (error.retry_after > 0) {
-        response.headers.emplace_back("retry-after", std::to_string(error.retry_after));
-      }
-      exchange_->respond(std::move(response));
+      exchange_->respond(error_response(error, dialect_, exchange_->id()));
     }
   }
 

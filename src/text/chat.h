@@ -28,9 +28,8 @@ enum class Role : uint8_t { kSystem, kUser, kAssistant, kTool, kLatestReminder }
 enum class Task : uint8_t { kAction, kQuery, kAuthority, kDomain, kTitle, kReadUrl };
 
 struct ImageSource {
-  std::string url;     // http(s) or data URL
-  std::string detail;  // as the client gave it; may be empty
-  std::string field;   // of the request, for messages
+  std::string url;    // http(s) or data URL
+  std::string field;  // of the request, for messages
 };
 
 struct ContentBlock {

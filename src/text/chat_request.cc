@@ -18,7 +18,6 @@ Result<ImageSource> parse_image(const Json& block, const std::string& path) {
   if (const Json* url = present(block, "image_url"); url != nullptr && url->is_object()) {
     image.field = path + ".image_url.url";
     CACHALOT_TRY(image.url, string_field(*url, path + ".image_url", "url"));
-    CACHALOT_TRY(image.detail, string_field(*url, path + ".image_url", "detail"));
   } else if (url != nullptr) {
     image.field = path + ".image_url";
     CACHALOT_TRY(image.url, string_field(block, path, "image_url"));

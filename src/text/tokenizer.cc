@@ -86,6 +86,7 @@ struct Tokenizer::Data {
   PreTokenizer pretokenizer;
   std::unique_ptr<Bpe> bpe;
   std::optional<int32_t> bos, eos, pad;
+  int64_t longest = 1;
 };
 
 namespace {
@@ -478,6 +479,9 @@ Result<Tokenizer> Tokenizer::parse(std::string_view json, std::string_view sourc
   data->bos = control(kBosToken);
   data->eos = control(kEosToken);
   data->pad = control(kPadToken);
+  for (int32_t id = 0; id < data->tokens.size(); ++id) {
+    data->longest = std::max(data->longest, std::ssize(data->tokens[id]));
+  }
   return Tokenizer(std::move(data));
 }
 
@@ -541,6 +545,10 @@ int32_t Tokenizer::vocab_size() const {
 
 std::string_view Tokenizer::token_bytes(int32_t id) const {
   return id >= 0 && id < vocab_size() ? data_->tokens[id] : std::string_view();
+}
+
+int64_t Tokenizer::longest_token() const {
+  return data_->longest;
 }
 
 std::string Tokenizer::token_string(int32_t id) const {

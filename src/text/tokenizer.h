@@ -52,6 +52,9 @@ class Tokenizer {
   // the bytes of its spelling. Lives as long as the tokenizer.
   std::string_view token_bytes(int32_t id) const;
 
+  // Bytes of the longest token: a text of n bytes has at least n / longest_token() of them.
+  int64_t longest_token() const;
+
   // The token as tokenizer.json spells it: in the byte-level alphabet for base tokens, as plain
   // text for control tokens.
   std::string token_string(int32_t id) const;

@@ -61,6 +61,22 @@ def test_the_server_answers_as_the_command_line(seeing, cachalot, checkpoint, tm
         assert json.loads(run)["token_ids"] == expected["token_ids"], more
 
 
+def test_chat_keeps_images_for_the_next_answer(cachalot, checkpoint, tmp_path):
+    """A message that fails leaves its images to the next one; a reset forgets them."""
+
+    def users(commands):
+        saved = tmp_path / "saved.json"
+        commands = f"/image {GOLDEN / 'rgb.png'}\n{commands}\n/save {saved}\n/quit\n"
+        cachalot("chat", "-m", checkpoint("t1-vision"), "-n", 3, *ENGINE, stdin=commands.encode())
+        return [m["content"] for m in json.loads(saved.read_text())["messages"] if m["role"] == "user"]
+
+    (shown,) = users("x" * 20000 + "\nhello")
+    assert "context" in cachalot.errors or "tokens" in cachalot.errors
+    assert [part["type"] for part in shown] == ["image_url", "text"]
+    assert shown[1]["text"] == "hello"
+    assert users("/reset\nhello") == ["hello"]
+
+
 def test_run_takes_image_files(cachalot, checkpoint):
     directory = checkpoint("t1-vision")
     flags = ("-n", 4, "--temperature", 0, "--json", *ENGINE)

@@ -4,7 +4,9 @@ packages, and sockets where no client would do such a thing."""
 import json
 import signal
 import socket
+import subprocess
 import threading
+import urllib.request
 
 import anthropic
 import openai
@@ -25,6 +27,46 @@ def test_models_and_state(server):
     assert json.loads(server.get("/health")[1])["status"] == "ok"
     page = server.get("/")[1]
     assert "<!DOCTYPE html>" in page and "http" not in page.split("<style>")[0]
+
+
+def test_a_prompt_of_the_whole_context_is_scored(cachalot, checkpoint):
+    """No token has to be generated, so there need be no room for one."""
+    running = Server(cachalot, checkpoint(), "--max-context", 48)
+    prompt = [0, *tokens(47)]
+    body = {"prompt": prompt, "max_tokens": 0, "echo": True, "logprobs": 1}
+    choice = running.post("/v1/completions", body)["choices"][0]
+    scores = choice["logprobs"]["token_logprobs"]
+    assert len(scores) == 48 and scores[0] is None and all(score < 0 for score in scores[1:])
+    echoed = running.post("/v1/completions", {**body, "logprobs": None})
+    assert echoed["usage"]["prompt_tokens"] == 48 and echoed["choices"][0]["logprobs"] is None
+    error = running.post("/v1/completions", {**body, "max_tokens": 1}, allow=(400,))["error"]
+    assert error["code"] == "context_length_exceeded"
+    running.stop()
+
+
+def test_flags_that_do_nothing_are_refused(cachalot, checkpoint, tmp_path):
+    for flag in ("--dump", "--force"):
+        cachalot("serve", "-m", checkpoint(), "--port", 0, flag, tmp_path, status=2)
+        assert flag in cachalot.errors
+
+
+def test_addresses_with_colons_are_printed_in_brackets(cachalot, checkpoint):
+    if not socket.has_ipv6:
+        pytest.skip("no IPv6")
+    with socket.socket(socket.AF_INET6) as probe:
+        try:
+            probe.bind(("::1", 0))
+        except OSError:
+            pytest.skip("no IPv6")
+    process = subprocess.Popen(
+        [cachalot.path, "serve", "-m", checkpoint(), "--host", "::1", "--port", "0", *ENGINE],
+        stdout=subprocess.PIPE, text=True,
+    )
+    url = process.stdout.readline().strip()
+    assert url.startswith("http://[::1]:")
+    assert json.load(urllib.request.urlopen(url + "/health")) == {"status": "ok"}
+    process.kill()
+    process.communicate()
 
 
 def test_a_completion_equals_the_command_line(server, cachalot, checkpoint, tmp_path):

@@ -6,7 +6,6 @@
 #include "engine/prompt_images.h"
 #include "tests/engine/inbox.h"
 #include "tests/engine/scheduler_bench.h"
-#include "tests/engine/t1_fixture.h"
 
 namespace cachalot::engine {
 namespace {
@@ -28,18 +27,9 @@ std::shared_ptr<const Picture> picture(uint8_t seed, int64_t rows = 6, int64_t c
   return std::make_shared<const Picture>(std::move(out));
 }
 
-class ImagesTest : public T1Fixture, public testing::WithParamInterface<Mode> {
+class ImagesTest : public ModeFixture {
  protected:
   static void SetUpTestSuite() { set_up("t1-vision"); }
-  static void TearDownTestSuite() {
-    exact_.reset();
-    T1Fixture::TearDownTestSuite();
-  }
-
-  static std::unique_ptr<Runtime> open(RuntimeOptions options = {}) {
-    options.mode = GetParam();
-    return T1Fixture::open(options);
-  }
 
   // A prompt from pieces: tokens, or a picture's slots.
   class Prompt {
@@ -68,18 +58,8 @@ class ImagesTest : public T1Fixture, public testing::WithParamInterface<Mode> {
     std::vector<PromptImage> images_;
   };
 
-  static Runtime& exact() {
-    if (exact_ == nullptr) {
-      exact_ = T1Fixture::open();
-    }
-    return *exact_;
-  }
-  // The definition.
   static Answer alone(const Prompt& prompt, int64_t max_tokens = 6) {
-    Bench bench(exact(), {.chunk = 4096, .max_running = 1, .prefix_cache = false});
-    const Answer answer = bench.run(prompt.request(max_tokens));
-    EXPECT_TRUE(answer.done) << answer.status.message();
-    return answer;
+    return ModeFixture::alone(prompt.request(max_tokens));
   }
 
   // Text, the image, text.
@@ -93,9 +73,6 @@ class ImagesTest : public T1Fixture, public testing::WithParamInterface<Mode> {
     }
     return count;
   }
-
- private:
-  static inline std::unique_ptr<Runtime> exact_;
 };
 
 INSTANTIATE_TEST_SUITE_P(Modes,

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "engine/scheduler.h"
+#include "tests/engine/t1_fixture.h"
 
 namespace cachalot::engine {
 
@@ -105,6 +106,36 @@ class Bench {
   std::map<RequestId, Answer> answers_;
   RequestId last_ = 0;
   std::unique_ptr<Scheduler> scheduler_;
+};
+
+// A checkpoint whose runtimes are opened in the mode of the test, and the answers in mode exact.
+class ModeFixture : public T1Fixture, public testing::WithParamInterface<Mode> {
+ protected:
+  static void TearDownTestSuite() {
+    exact_.reset();
+    T1Fixture::TearDownTestSuite();
+  }
+
+  static std::unique_ptr<Runtime> open(RuntimeOptions options = {}) {
+    options.mode = GetParam();
+    return T1Fixture::open(options);
+  }
+  static Runtime& exact() {
+    if (exact_ == nullptr) {
+      exact_ = T1Fixture::open();
+    }
+    return *exact_;
+  }
+  // The definition: alone, in one chunk, through every layer, no cache.
+  static Answer alone(EngineRequest r) {
+    Bench bench(exact(), {.chunk = 4096, .max_running = 1, .prefix_cache = false});
+    const Answer answer = bench.run(std::move(r));
+    EXPECT_TRUE(answer.done) << answer.status.message();
+    return answer;
+  }
+
+ private:
+  static inline std::unique_ptr<Runtime> exact_;
 };
 
 inline EngineRequest request(std::vector<int32_t> prompt, int64_t max_tokens = 6) {

@@ -3,60 +3,34 @@
 #include "engine/scheduler.h"
 
 #include <algorithm>
+#include <thread>
 
 #include "tests/engine/scheduler_bench.h"
-#include "tests/engine/t1_fixture.h"
 
 namespace cachalot::engine {
 namespace {
 
-class SchedulerFixture : public T1Fixture {
+// A request of every length, each with a prompt of its own.
+std::vector<EngineRequest> requests_of(const std::vector<int64_t>& lengths) {
+  std::vector<EngineRequest> requests;
+  for (const int64_t length : lengths) {
+    requests.push_back(request(T1Fixture::tokens(length, static_cast<uint64_t>(length))));
+  }
+  return requests;
+}
+
+void expect_same(const std::vector<Answer>& answers,
+                 const std::vector<Answer>& expected,
+                 const std::vector<int64_t>& lengths,
+                 int64_t chunk) {
+  for (size_t i = 0; i < answers.size(); ++i) {
+    EXPECT_TRUE(answers[i].same(expected[i])) << lengths[i] << " chunk " << chunk;
+  }
+}
+
+class SchedulerTest : public ModeFixture {
  protected:
-  // A request of every length, each with a prompt of its own.
-  static std::vector<EngineRequest> requests_of(const std::vector<int64_t>& lengths) {
-    std::vector<EngineRequest> requests;
-    for (const int64_t length : lengths) {
-      requests.push_back(request(tokens(length, static_cast<uint64_t>(length))));
-    }
-    return requests;
-  }
-
-  static void expect_same(const std::vector<Answer>& answers,
-                          const std::vector<Answer>& expected,
-                          const std::vector<int64_t>& lengths,
-                          int64_t chunk) {
-    for (size_t i = 0; i < answers.size(); ++i) {
-      EXPECT_TRUE(answers[i].same(expected[i])) << lengths[i] << " chunk " << chunk;
-    }
-  }
-};
-
-class SchedulerTest : public SchedulerFixture, public testing::WithParamInterface<Mode> {
- protected:
-  static void TearDownTestSuite() {
-    exact_.reset();
-    T1Fixture::TearDownTestSuite();
-  }
-
-  static std::unique_ptr<Runtime> open(RuntimeOptions options = {}) {
-    options.mode = GetParam();
-    return T1Fixture::open(options);
-  }
-  static bool exact() { return GetParam() == Mode::kExact; }
-
-  // The definition: alone, in one chunk, through every layer, no cache.
-  static Answer alone(EngineRequest r) {
-    if (exact_ == nullptr) {
-      exact_ = T1Fixture::open();
-    }
-    Bench bench(*exact_, {.chunk = 4096, .max_running = 1, .prefix_cache = false});
-    const Answer answer = bench.run(std::move(r));
-    EXPECT_TRUE(answer.done) << answer.status.message();
-    return answer;
-  }
-
- private:
-  static inline std::unique_ptr<Runtime> exact_;
+  static bool is_exact() { return GetParam() == Mode::kExact; }
 };
 
 // Both modes that promise the bits of a cold run through every layer.
@@ -96,7 +70,7 @@ TEST_P(SchedulerTest, A20_A25_TheSamePromptAgain) {
     EXPECT_TRUE(first.same(expected) && second.same(expected) && third.same(expected)) << length;
     EXPECT_EQ(first.cached, 0);
     EXPECT_LT(second.cached, length);
-    if (exact()) {
+    if (is_exact()) {
       EXPECT_EQ(second.cached, (length - 1) / kPage * kPage) << length;
     }
     EXPECT_EQ(third.cached, second.cached);
@@ -118,7 +92,7 @@ TEST_P(SchedulerTest, A23_AtLeastOneTokenRuns) {
     const Answer again = bench.run(request(tokens(length)));
     EXPECT_TRUE(again.same(expected));
     EXPECT_LT(again.cached, length);
-    if (exact()) {
+    if (is_exact()) {
       EXPECT_GE(again.cached, length - kPage);
     }
   }
@@ -200,7 +174,7 @@ TEST_P(SchedulerTest, EvictionChangesNothing) {
   }
   const EngineStats stats = bench.scheduler().stats();
   EXPECT_GT(stats.evictions, 0u);
-  if (exact()) {
+  if (is_exact()) {
     EXPECT_GT(stats.cached_tokens, 0u);
   }
   EXPECT_EQ(stats.requests_finished, 24u);
@@ -499,6 +473,31 @@ TEST_P(SchedulerTest, ConstraintsNarrowTheDraw) {
   EXPECT_EQ(bench.run(std::move(none)).status.code(), Code::kFailedPrecondition);
 }
 
+// Never on the thread of the steps, which a mask would hold up.
+TEST_P(SchedulerTest, MasksAreFilledBesideTheSteps) {
+  class Watched : public EvenIds {
+   public:
+    Watched() : EvenIds(9) {}
+    Result<bool> fill(std::vector<uint32_t>& bits) override {
+      EXPECT_NE(std::this_thread::get_id(), steps_);
+      return EvenIds::fill(bits);
+    }
+
+   private:
+    std::thread::id steps_ = std::this_thread::get_id();
+  };
+  const auto runtime = open();
+  Bench bench(*runtime, {.chunk = 5});
+  std::vector<EngineRequest> requests = requests_of({12, 3});
+  for (EngineRequest& request : requests) {
+    request.max_tokens = 50;
+    request.constraint = std::make_unique<Watched>();
+  }
+  for (const Answer& answer : bench.run_all(std::move(requests))) {
+    EXPECT_EQ(answer.reason, StopReason::kConstraint);
+  }
+}
+
 TEST_P(SchedulerTest, StopStringsAreNamed) {
   const auto runtime = open();
   const Answer free = alone(request(tokens(6), 30));
@@ -513,7 +512,7 @@ TEST_P(SchedulerTest, StopStringsAreNamed) {
 }
 
 // Mode replay: a hit is another approximation than a cold run, but all else holds.
-class ReplayModeTest : public SchedulerFixture {
+class ReplayModeTest : public T1Fixture {
  protected:
   static std::unique_ptr<Runtime> open() { return T1Fixture::open({.mode = Mode::kReplay}); }
 };

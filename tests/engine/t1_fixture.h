@@ -17,6 +17,15 @@
 namespace cachalot::engine {
 
 class T1Fixture : public testing::Test {
+ public:
+  static std::vector<int32_t> tokens(int64_t count, uint64_t seed = 1) {
+    std::vector<int32_t> ids;
+    for (int64_t i = 0; i < count; ++i) {
+      ids.push_back(static_cast<int32_t>(Philox(seed).uniform(static_cast<uint64_t>(i)) * 509) + 3);
+    }
+    return ids;
+  }
+
  protected:
   static void SetUpTestSuite() { set_up("t1"); }
   static void TearDownTestSuite() { directory_.reset(); }
@@ -44,14 +53,6 @@ class T1Fixture : public testing::Test {
     auto runtime = Runtime::open(directory(), options);
     EXPECT_TRUE(runtime.ok()) << runtime.error().message();
     return std::move(*runtime);
-  }
-
-  static std::vector<int32_t> tokens(int64_t count, uint64_t seed = 1) {
-    std::vector<int32_t> ids;
-    for (int64_t i = 0; i < count; ++i) {
-      ids.push_back(static_cast<int32_t>(Philox(seed).uniform(static_cast<uint64_t>(i)) * 509) + 3);
-    }
-    return ids;
   }
 
  private:

@@ -38,8 +38,46 @@ TEST_F(AppTest, UnknownEndpointsAndMethods) {
     EXPECT_EQ(response.status, 404) << path;
     EXPECT_EQ(json::parse(response.body)["error"]["code"], "unknown_endpoint");
   }
-  EXPECT_EQ(send("GET", "/v1/chat/completions")->wait().status, 405);
-  EXPECT_EQ(send("DELETE", "/health")->wait().status, 405);
+  const std::tuple<const char*, const char*, const char*> others[] = {
+      {"GET", "/v1/chat/completions", "POST"},
+      {"HEAD", "/v1/messages", "POST"},
+      {"DELETE", "/health", "GET, HEAD"},
+      {"POST", "/v1/models/test-model", "GET, HEAD"}};
+  for (const auto& [method, path, allowed] : others) {
+    const HttpResponse response = send(method, path)->wait();
+    EXPECT_EQ(response.status, 405) << path;
+    EXPECT_EQ(response.headers, (decltype(response.headers){{"allow", allowed}})) << path;
+  }
+  EXPECT_EQ(send("HEAD", "/health")->wait().status, 200);
+}
+
+// A request that the HTTP layer refuses before it is read.
+TEST_F(AppTest, UnreadRequestsAreRefusedInTheDialectOfTheirPath) {
+  const json open = json::parse(App::unread_error(413, "too large", "/v1/chat/completions", "r"));
+  EXPECT_EQ(open["error"]["type"], "invalid_request_error");
+  EXPECT_FALSE(open.contains("request_id"));
+  const json other =
+      json::parse(App::unread_error(413, "too large", "/anthropic/v1/messages", "r"));
+  EXPECT_EQ(other["type"], "error");
+  EXPECT_EQ(other["error"]["type"], "request_too_large");
+  EXPECT_EQ(other["request_id"], "r");
+}
+
+// Longer than the context by its bytes alone: refused before it is tokenized.
+TEST_F(AppTest, TooManyBytesAreTooManyTokens) {
+  const std::string text(static_cast<size_t>(model_.context * tokenizer().longest_token() + 1),
+                         'x');
+  const json chat = {{"messages", {{{"role", "user"}, {"content", text}}}}};
+  const std::tuple<const char*, json, const char*> requests[] = {
+      {"/v1/completions", {{"prompt", text}}, "prompt"},
+      {"/v1/chat/completions", chat, "messages"},
+      {"/v1/responses", {{"input", text}}, "input"}};
+  for (const auto& [path, body, param] : requests) {
+    const json error = ask(path, body, 400)["error"];
+    EXPECT_EQ(error["code"], "context_length_exceeded") << path;
+    EXPECT_EQ(error["param"], param) << path;
+    EXPECT_NE(std::string(error["message"]).find("at least"), std::string::npos) << error;
+  }
 }
 
 // Bodies of all kinds that are not requests: an error each, for the reason that is meant, and the

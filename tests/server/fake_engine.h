@@ -261,6 +261,10 @@ class FakeEngine final : public engine::Engine {
         }
       }
     }
+    if (run.request.max_tokens == 0) {
+      event.done = true;
+      return event;
+    }
     for (int64_t i = 0; i < tokens_per_event_ && run.at < run.tokens.size(); ++i) {
       if (fail_after_ >= 0 && run.emitted >= fail_after_) {
         event.status = failure_;

@@ -9,6 +9,7 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <condition_variable>
 #include <cstring>
 #include <mutex>
 #include <thread>
@@ -83,9 +84,11 @@ class HttpTest : public testing::Test {
  protected:
   void start(HttpHandler handler, HttpOptions options = {}) {
     options.port = 0;
-    auto server =
-        HttpServer::start(options, std::move(handler), [](int status, const std::string& m) {
-          return std::to_string(status) + " " + m;
+    auto server = HttpServer::start(
+        options,
+        std::move(handler),
+        [](int status, const std::string& m, std::string_view path, std::string_view) {
+          return std::to_string(status) + " " + m + " at " + std::string(path);
         });
     ASSERT_TRUE(server.ok()) << server.error().message();
     server_ = std::move(*server);
@@ -106,6 +109,10 @@ class HttpTest : public testing::Test {
 
   std::unique_ptr<HttpServer> server_;
 };
+
+std::string no_body(int, const std::string&, std::string_view, std::string_view) {
+  return "";
+}
 
 void echo(HttpRequest request, std::shared_ptr<Exchange> exchange) {
   HttpResponse response;
@@ -140,6 +147,42 @@ TEST_F(HttpTest, PipelinedAndSplitRequests) {
   ASSERT_TRUE(socket.read_until("POST /3 abc"));
 }
 
+// Requests with bodies that take all of the handlers' time.
+TEST_F(HttpTest, RequestsWithoutABodyDoNotWaitForOthers) {
+  std::mutex mutex;
+  std::condition_variable changed;
+  bool open = false;
+  int held = 0;
+  start([&](HttpRequest request, std::shared_ptr<Exchange> exchange) {
+    if (!request.body.empty()) {
+      std::unique_lock lock(mutex);
+      ++held;
+      changed.wait_for(lock, std::chrono::seconds(20), [&] { return open; });
+    }
+    echo(std::move(request), exchange);
+  });
+  std::vector<std::unique_ptr<Socket>> heavy;
+  for (int i = 0; i < 4; ++i) {
+    heavy.push_back(std::make_unique<Socket>(port()));
+    heavy.back()->send("POST /work HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\nhi");
+  }
+  ASSERT_TRUE(eventually([&] {
+    const std::lock_guard lock(mutex);
+    return held == HttpOptions().handler_threads;
+  }));
+  Socket socket(port());
+  socket.send("GET /health HTTP/1.1\r\nHost: x\r\n\r\n");
+  EXPECT_TRUE(socket.read_until("GET /health"));
+  {
+    const std::lock_guard lock(mutex);
+    open = true;
+  }
+  changed.notify_all();
+  for (const auto& each : heavy) {
+    EXPECT_TRUE(each->read_until("POST /work hi"));
+  }
+}
+
 TEST_F(HttpTest, Http10AndConnectionClose) {
   start(echo);
   Socket old(port());
@@ -149,6 +192,16 @@ TEST_F(HttpTest, Http10AndConnectionClose) {
   close.send("GET /x HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n");
   EXPECT_NE(close.read_all().find("GET /x"), std::string::npos);
   EXPECT_TRUE(close.ended());
+}
+
+TEST_F(HttpTest, HeadHasNoBody) {
+  start(echo);
+  Socket socket(port());
+  socket.send("HEAD /x HTTP/1.1\r\nHost: x\r\n\r\nGET /y HTTP/1.1\r\nHost: x\r\n\r\n");
+  ASSERT_TRUE(socket.read_until("GET /y "));
+  const std::string both = socket.take();
+  EXPECT_NE(both.find("Content-Length: 8\r\n"), std::string::npos) << both;
+  EXPECT_EQ(both.find("HEAD /x"), std::string::npos) << both;
 }
 
 TEST_F(HttpTest, ExpectContinue) {
@@ -388,13 +441,11 @@ TEST_F(HttpTest, TakenPortsAreAnError) {
   start(echo);
   HttpOptions options;
   options.port = port();
-  const auto second =
-      HttpServer::start(options, echo, [](int, const std::string&) { return std::string(); });
+  const auto second = HttpServer::start(options, echo, no_body);
   ASSERT_FALSE(second.ok());
   EXPECT_NE(second.error().message().find(std::to_string(port())), std::string::npos);
   options.host = "nowhere.example";
-  EXPECT_FALSE(
-      HttpServer::start(options, echo, [](int, const std::string&) { return std::string(); }).ok());
+  EXPECT_FALSE(HttpServer::start(options, echo, no_body).ok());
 }
 
 }  // namespace

@@ -194,6 +194,31 @@ TEST_F(ImagesTest, ErrorsNameTheField) {
   EXPECT_TRUE(engine_->prompt().empty()) << "the engine saw it";
 }
 
+// A file whose header is right and whose pixels are damaged: whatever else is wrong is found before
+// it is decoded.
+TEST_F(ImagesTest, ImagesAreDecodedLast) {
+  std::string file = *read_file(CACHALOT_SOURCE_DIR "/tests/image/golden/rgb.png");
+  file.resize(file.size() / 2);
+  const std::string url =
+      image::make_data_url({reinterpret_cast<const uint8_t*>(file.data()), file.size()});
+  const json body = chat_body({chat_image(url), text_part("?")});
+  EXPECT_EQ(ask("/chat/completions", body, 400)["error"]["param"],
+            "messages[0].content[0].image_url.url");
+  const std::tuple<const char*, json, const char*> cases[] = {
+      {"ignore_eos", true, "response_format"},
+      {"messages",
+       chat_body({chat_image(url), text_part(std::string(60000, 'x').c_str())})["messages"],
+       "messages"}};
+  for (const auto& [field, value, named] : cases) {
+    json wrong = body;
+    wrong["response_format"] = {{"type", "json_object"}};
+    wrong[field] = value;
+    const std::string message = ask("/chat/completions", wrong, 400)["error"]["message"];
+    EXPECT_NE(message.find(named), std::string::npos) << message;
+    EXPECT_EQ(message.find("image_url"), std::string::npos) << message;
+  }
+}
+
 TEST_F(ImagesTest, APromptOfTooManySlotsIsTooLong) {
   json parts = json::array();
   for (int i = 0; i < 300; ++i) {

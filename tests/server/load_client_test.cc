@@ -23,7 +23,9 @@ class LoadClientTest : public testing::Test {
         [this](HttpRequest request, std::shared_ptr<Exchange> exchange) {
           answer(std::move(request), std::move(exchange));
         },
-        [](int, const std::string& message) { return message; }));
+        [](int, const std::string& message, std::string_view, std::string_view) {
+          return message;
+        }));
     target_ = *LoadTarget::parse("http://127.0.0.1:" + std::to_string(http_->port()));
   }
 

@@ -287,7 +287,6 @@ TEST(ChatRender, Images) {
           {"type": "image", "source": {"type": "url", "url": "https://a/4.png"}}]}]}]})");
   ASSERT_EQ(prompt.images.size(), 4U);
   EXPECT_EQ(prompt.images[0].url, "https://a/1.png");
-  EXPECT_EQ(prompt.images[0].detail, "low");
   EXPECT_EQ(prompt.images[1].url, "https://a/2.png");
   EXPECT_EQ(prompt.images[2].url, "data:image/png;base64,AAAA");
   EXPECT_EQ(prompt.images[3].url, "https://a/4.png");
