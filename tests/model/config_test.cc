@@ -5,6 +5,7 @@
 #include <nlohmann/json.hpp>
 
 #include "base/file.h"
+#include "base/format.h"
 #include "model/engram_constants.h"
 #include "model/schedule.h"
 
@@ -164,6 +165,27 @@ TEST(Config, SetEngramKeysRecomputesRows) {
   ASSERT_TRUE(set_config_value(config, "engram_layer_ids=[]").ok());
   EXPECT_TRUE(config.engram_num_embeddings.empty());
   EXPECT_TRUE(validate(config).ok()) << validate(config).message();
+}
+
+// Rows of a layer are counted in 32 bits; the primes of its tables lie above engram_vocab_size.
+TEST(Config, EngramRowsFitThirtyTwoBits) {
+  ModelConfig config = *preset_config("t1");
+  const int64_t columns = (config.engram_max_ngram_size - 1) * config.engram_n_heads;
+  const int64_t limit = INT32_MAX / columns;
+  const auto set = [&](int64_t size) {
+    EXPECT_TRUE(set_config_value(config, fmt::format("engram_vocab_size={}", size)).ok());
+    return validate(config);
+  };
+  EXPECT_NE(set(limit + 1).message().find(
+                fmt::format("engram_vocab_size is {}; with {} columns", limit + 1, columns)),
+            std::string::npos);
+  EXPECT_NE(set(limit).message().find("rows of a layer exceed 32 bits"), std::string::npos);
+  const Status below = set(limit - 10'000);
+  ASSERT_TRUE(below.ok()) << below.message();
+  for (const int64_t rows : config.engram_num_embeddings) {
+    EXPECT_LE(rows, INT32_MAX);
+    EXPECT_GT(rows, INT32_MAX - int64_t{1'000'000});
+  }
 }
 
 // ---- Refusals
