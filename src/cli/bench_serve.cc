@@ -740,7 +740,7 @@ void add_bench_serve(CLI::App& bench, Action& action) {
           "--sample", flags->sample, "Seconds between lines about the state of the server; 0: none")
       ->check(CLI::Range(0.0, 1e6))
       ->capture_default_str();
-  command->add_option("--seed", flags->seed, "Of prompts and choices")->capture_default_str();
+  add_seed(*command, flags->seed, "Of prompts and choices");
   command->footer("Every other option is one of `cachalot serve`, for a server of our own.");
   command->allow_extras();
   command->callback([flags, command, engine_options, &action] {

@@ -2,7 +2,10 @@
 #pragma once
 
 #include <CLI/CLI.hpp>
+#include <charconv>
+#include <cstdint>
 #include <functional>
+#include <string>
 
 #include "base/status.h"
 
@@ -31,6 +34,20 @@ void add_eval(CLI::App& app, Action& action);
 inline void add_threads(CLI::App& app, int& threads) {
   app.add_option("--threads", threads, "Threads; 0: one per processor")
       ->check(CLI::Range(0, 1024))
+      ->capture_default_str();
+}
+
+// --seed. The parser alone would take -1, and 2^64 as 2^64 - 1.
+inline void add_seed(CLI::App& app, uint64_t& seed, const std::string& description) {
+  app.add_option("--seed", seed, description)
+      ->check([](const std::string& text) {
+        uint64_t value = 0;
+        const char* end = text.data() + text.size();
+        const auto [stop, failure] = std::from_chars(text.data(), end, value);
+        return failure == std::errc() && stop == end
+                   ? std::string()
+                   : "'" + text + "' is not an integer in [0, 2^64)";
+      })
       ->capture_default_str();
 }
 

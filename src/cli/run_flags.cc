@@ -105,7 +105,7 @@ void SamplingFlags::add_to(CLI::App& app) {
   app.add_option("--top-k", params.top_k, "Keep the best k tokens; 0: all")->capture_default_str();
   app.add_option("--min-p", params.min_p, "Drop tokens below this share of the best")
       ->capture_default_str();
-  app.add_option("--seed", params.seed, "Seed of the draws")->capture_default_str();
+  add_seed(app, params.seed, "Seed of the draws");
   app.add_option("--repetition-penalty",
                  params.repetition_penalty,
                  "Makes tokens of prompt and output less likely by this factor; 1: off")

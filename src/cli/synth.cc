@@ -94,7 +94,7 @@ void add_synth(CLI::App& app, Action& action) {
       "--preset", flags->preset, "t1, t1-vision, micro, nano, bench-s, v41-flash or v41-slice");
   source->add_option("--config", flags->config, "A config.json");
   source->require_option(1);
-  command->add_option("--seed", flags->seed, "Same seed, same bytes")->capture_default_str();
+  add_seed(*command, flags->seed, "Same seed, same bytes");
   command->add_option("--out", flags->out, "Directory to write")->required();
   command->add_option("--set", flags->set, "key=value: changes the config; repeatable")->take_all();
   command->add_option("--weights", flags->weights, "How weights are stored")

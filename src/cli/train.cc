@@ -17,6 +17,9 @@
 namespace cachalot::cli {
 namespace {
 
+// Of steps and of tokens.
+constexpr int64_t kMost = int64_t{1} << 40;
+
 struct TrainFlags {
   std::string config;
   bool resume = false;
@@ -77,7 +80,7 @@ Status run_training(const TrainFlags& flags) {
 struct RunFlags {
   std::string run, out;
   std::vector<std::string> data;
-  int64_t step = 0, sequence = 512, tokens = int64_t{1} << 40;
+  int64_t step = 0, sequence = 512, tokens = kMost;
   int threads = 0;
   bool exported = false, drafter = false, zero_tables = false, json = false;
 };
@@ -235,7 +238,7 @@ void add_export(CLI::App& app, Action& action) {
   command->add_option("run", flags->run, "The run's folder")->required();
   command->add_option("--out", flags->out, "Directory to write")->required();
   command->add_option("--step", flags->step, "0: the last saved state")
-      ->check(CLI::NonNegativeNumber)
+      ->check(CLI::Range(int64_t{0}, kMost))
       ->capture_default_str();
   add_threads(*command, flags->threads);
   command->callback([flags, &action] { action = [flags] { return export_model(*flags); }; });
@@ -249,12 +252,14 @@ void add_eval(CLI::App& app, Action& action) {
       ->required()
       ->take_all();
   command->add_option("--step", flags->step, "0: the last saved state")
-      ->check(CLI::NonNegativeNumber)
+      ->check(CLI::Range(int64_t{0}, kMost))
       ->capture_default_str();
   command->add_option("--sequence", flags->sequence, "Longest sample in tokens")
       ->check(CLI::Range(int64_t{2}, int64_t{1} << 20))
       ->capture_default_str();
-  command->add_option("--tokens", flags->tokens, "At most about this many")->capture_default_str();
+  command->add_option("--tokens", flags->tokens, "At most about this many")
+      ->check(CLI::Range(int64_t{1}, kMost))
+      ->capture_default_str();
   command->add_flag("--drafter", flags->drafter, "Its drafter's acceptance instead");
   command->add_flag("--exported", flags->exported, "With the rounding of an exported checkpoint");
   command->add_flag("--zero-tables", flags->zero_tables, "With Engram tables of zeros");

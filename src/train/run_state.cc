@@ -21,6 +21,8 @@ namespace {
 
 constexpr std::string_view kFormat = "cachalot training state 1";
 constexpr const char* kMixing = "mixing";
+// No run comes to so many steps, tokens or epochs, and adding to them overflows nothing.
+constexpr int64_t kMostCount = int64_t{1} << 60;
 constexpr std::string_view kSetting = "setting/";
 constexpr std::string_view kPrefix = "state-", kSuffix = ".safetensors";
 
@@ -178,7 +180,7 @@ Result<RunPosition> load_state(const std::string& path,
                                     {"tokens", position.tokens},
                                     {"epoch", position.epoch},
                                     {"batch", position.batch}}) {
-    if (value < 0) {
+    if (value < 0 || value > kMostCount) {
       return error(Code::kDataLoss, "{}: '{}' is {}", path, name, value);
     }
   }

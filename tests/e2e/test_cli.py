@@ -1,7 +1,11 @@
 """The command line as a contract: exit statuses, JSON fields, clear refusals."""
 
 import json
+import os
 import shutil
+import signal
+import subprocess
+import threading
 
 import pytest
 
@@ -142,6 +146,8 @@ def test_modes_agree_on_short_prompts(cachalot, checkpoint):
     for answer in answers[1:]:
         assert answer["token_ids"] == answers[0]["token_ids"]
         assert answer["logprobs"] == answers[0]["logprobs"]
+
+
 def test_speculation(cachalot, checkpoint):
     flags = ("-p", "x", "-n", 12, "--ignore-eos", "--json", "--logit-bias", "40=60", "--temperature", 0)
     plain = json.loads(cachalot("run", "-m", checkpoint(), *flags))
@@ -163,3 +169,107 @@ def test_stop_strings_and_batches(cachalot, checkpoint, tmp_path):
     lines = write_lines(tmp_path / "p.jsonl", [{"tokens": [0, 5, 9]}, {"text": "abc"}])
     text = cachalot("run", "-m", checkpoint(), "--input", lines, "--output", "-", "-n", 4, "--ignore-eos")
     assert [len(line["token_ids"]) for line in read_lines(text)] == [4, 4]
+
+
+@pytest.mark.parametrize(
+    "bias, fault",
+    [
+        ("5", "'5' is not ID=VALUE"),
+        ("=1", "'=1'"),
+        ("5=x", "'5=x'"),
+        ("5=1e39", "'5=1e39'"),
+        ("4294967296=1", "'4294967296=1'"),
+        ("5=101", "token 5 is 101, must be in [-100, 100]"),
+        ("5=-100.5", "token 5 is -100.5"),
+        ("5=nan", "token 5 is nan"),
+        ("512=1", "token 512, the vocabulary has 512"),
+        ("-1=1", "token -1"),
+    ],
+)
+def test_logit_biases_out_of_range(cachalot, checkpoint, bias, fault):
+    cachalot("run", "-m", checkpoint(), "-p", "x", "-n", 1, "--logit-bias", bias, status=1)
+    assert fault in cachalot.errors
+
+
+def test_the_ends_of_ranges(cachalot, checkpoint):
+    run = ("run", "-m", checkpoint(), "-p", "x", "-n", 1, "--json")
+    for flag in ("--logit-bias=5=100", "--logit-bias=511=-100", "--seed=0", "--seed=18446744073709551615"):
+        cachalot(*run, flag)
+    for flag in ("--threads=-1", "--threads=1025", "--threads=1.5", "--threads=x", "--seed=-1", "--seed=1.5",
+                 "--seed=18446744073709551616", "--chunk=0", "--spec-length=65"):
+        cachalot(*run, flag, status=2)
+        assert flag.split("=")[0] in cachalot.errors
+    for flag in ("--step=-1", "--step=9223372036854775808", "--step=x", "--sequence=1", "--sequence=1048577",
+                 "--tokens=0", "--tokens=-5"):
+        cachalot("eval", "run", "--data", "x", flag, status=2)
+        assert flag.split("=")[0] in cachalot.errors
+    cachalot("export", "run", "--out", "x", "--step=9223372036854775808", status=2)
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify", "doctor", "tokenize", "score", "run"])
+def test_output_that_cannot_be_written_is_a_failure(cachalot, checkpoint, tmp_path, command):
+    lines = write_lines(tmp_path / "in.jsonl", [{"tokens": [5, 6]}])
+    arguments = {
+        "inspect": [checkpoint()], "verify": [checkpoint()], "doctor": [],
+        "tokenize": ["-m", checkpoint(), "--text", "x"],
+        "score": ["-m", checkpoint(), "--input", lines, "--output", "-"],
+        "run": ["-m", checkpoint(), "-p", "x", "-n", "4"],
+    }[command]
+    call = [cachalot.path, command, *map(str, arguments)]
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(call, stdout=full, stderr=subprocess.PIPE, timeout=60)
+    assert done.returncode == 1 and b"standard output" in done.stderr
+    done = subprocess.run(call, stderr=subprocess.PIPE, timeout=60, preexec_fn=lambda: os.close(1))
+    assert done.returncode == 1 and b"standard output" in done.stderr
+    # A reader that is gone ends it as it ends every program of a pipeline.
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run(call, stdout=writing, stderr=subprocess.PIPE, timeout=60)
+    os.close(writing)
+    assert done.returncode == -signal.SIGPIPE
+
+
+def test_output_goes_where_its_path_leads(cachalot, checkpoint, tmp_path):
+    lines = write_lines(tmp_path / "in.jsonl", [{"tokens": [5, 6, 7]}])
+    score = ("score", "-m", checkpoint(), "--input", lines, "--output")
+    text = cachalot(*score, "-")
+    target, link, fifo, stdout = (tmp_path / name for name in ("target", "link", "fifo", "stdout"))
+    # What /dev/stdout is; a binary that replaces links does no harm here.
+    stdout.symlink_to("/proc/self/fd/1")
+    assert cachalot(*score, stdout) == text
+    target.write_text("old")
+    link.symlink_to(target)
+    cachalot(*score, link)
+    assert link.is_symlink() and target.read_text() == text
+    os.mkfifo(fifo)
+    received = []
+    reader = threading.Thread(target=lambda: received.append(fifo.read_text()))
+    reader.start()
+    cachalot(*score, fifo)
+    reader.join(60)
+    assert received == [text] and fifo.is_fifo()
+    # What stands in an appended file before stays.
+    target.write_text("before\n")
+    with target.open("ab") as file:
+        subprocess.run([cachalot.path, *map(str, score), str(stdout)], stdout=file, check=True, timeout=60)
+    assert stdout.is_symlink()
+    assert target.read_text() == "before\n" + text
+    full = tmp_path / "full"
+    full.symlink_to("/dev/full")
+    cachalot(*score, full, status=1)
+    assert str(full) in cachalot.errors and full.is_symlink()
+    cachalot(*score, tmp_path, status=1)
+    assert str(tmp_path) in cachalot.errors
+
+
+def test_verify_names_every_fault(cachalot, checkpoint, tmp_path):
+    directory = tmp_path / "model"
+    shutil.copytree(checkpoint(), directory)
+    config = json.loads((directory / "config.json").read_text())
+    config["text_config"]["n_routed_experts"] += 1
+    (directory / "config.json").write_text(json.dumps(config))
+    cachalot("verify", directory, status=1)
+    named = cachalot.errors.count(".experts.8.")
+    assert named > 20 and "more" not in cachalot.errors
+    cachalot("run", "-m", directory, "-p", "x", "-n", 1, status=1)
+    assert "more" in cachalot.errors

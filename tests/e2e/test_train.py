@@ -2,6 +2,7 @@
 
 import json
 import math
+import resource
 import signal
 import subprocess
 import time
@@ -77,6 +78,29 @@ def test_export_scores_as_the_run_evaluates(cachalot, tmp_path):
     assert math.isclose(sum(losses) / len(losses), result["loss"], rel_tol=1e-3)
 
 
+def test_an_interrupted_export_is_no_checkpoint(cachalot, tmp_path):
+    cachalot("train", run_file(tmp_path, 4))
+    model = tmp_path / "model"
+    cachalot("export", tmp_path / "run", "--step", 2, "--out", model)
+    largest = max(path.stat().st_size for path in model.iterdir())
+    for limit in (0, 4096, largest // 2, largest - 1):
+        # The kernel kills whoever writes a file beyond the limit: in the middle of a file.
+        killed = subprocess.run(
+            [cachalot.path, "export", tmp_path / "run", "--out", model], stderr=subprocess.DEVNULL, timeout=60,
+            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)))
+        assert killed.returncode == -signal.SIGXFSZ
+        for command in (("verify", model), ("run", "-m", model, "-p", "x", "-n", 1)):
+            cachalot(*command, status=1)
+            assert str(model) in cachalot.errors
+    assert list(model.glob("*.tmp"))
+    cachalot("export", tmp_path / "run", "--out", model)
+    cachalot("verify", model)
+    assert not list(model.glob("*.tmp"))
+    whole = tmp_path / "whole"
+    cachalot("export", tmp_path / "run", "--out", whole)
+    assert {p.name: p.read_bytes() for p in model.iterdir()} == {p.name: p.read_bytes() for p in whole.iterdir()}
+
+
 def test_a_drafter_is_trained_measured_and_exported(cachalot, tmp_path):
     path = run_file(tmp_path, 4)
     cachalot("train", path)
@@ -104,6 +128,9 @@ def test_faults_are_named(cachalot, tmp_path):
     assert "schedule.pace" in cachalot.errors
     cachalot("train", path, "--resume", status=1)
     assert "no state" in cachalot.errors
+    cachalot("train", path)
+    cachalot("train", path, "--resume", "--set", "optimizer.clip=2.0", status=1)
+    assert "optimizer.clip is 2; the run so far had 1" in cachalot.errors
     cachalot("export", tmp_path, "--out", tmp_path / "x", status=1)
     assert str(tmp_path) in cachalot.errors
     cachalot("train", status=2)

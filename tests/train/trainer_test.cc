@@ -297,6 +297,10 @@ TEST_F(TrainerTest, StatesThatCannotBeAreRefused) {
   before.batch = -5;
   ASSERT_TRUE(save_state(path, **parameters, optimizer.states(), before).ok());
   EXPECT_NE(train(run, true).message().find("'batch' is -5"), std::string::npos);
+  before = *position;
+  before.epoch = std::numeric_limits<int64_t>::max();
+  ASSERT_TRUE(save_state(path, **parameters, optimizer.states(), before).ok());
+  EXPECT_NE(train(run, true).message().find("'epoch' is 9223372036854775807"), std::string::npos);
   Parameter<float>& parameter = (*parameters)->named("layers.0.ffn.experts.1.w1.weight");
   ThreadPool pool(1);
   for (const float value : {std::numeric_limits<float>::quiet_NaN(), INFINITY}) {
