@@ -174,7 +174,13 @@ TEST_F(CudaStreams, HcSite) {
                                 {8, 4, 256},
                                 {9, 4, 512},
                                 {37, 4, 256},
+                                {5, 4, 1280},
                                 {2, 4, 5120},
+                                {8, 4, 5120},
+                                {16, 4, 5120},
+                                {17, 4, 5120},
+                                {64, 4, 5120},
+                                {3, 4, 8192},
                                 {197, 4, 5120}}) {
       const StreamInput in(random, act, c.t, c.m, c.d);
       const SiteWeights w(random, c.m, c.d);
