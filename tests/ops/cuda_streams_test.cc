@@ -174,7 +174,13 @@ TEST_F(CudaStreams, HcSite) {
                                 {8, 4, 256},
                                 {9, 4, 512},
                                 {37, 4, 256},
+                                {5, 4, 1280},
                                 {2, 4, 5120},
+                                {8, 4, 5120},
+                                {16, 4, 5120},
+                                {17, 4, 5120},
+                                {64, 4, 5120},
+                                {3, 4, 8192},
                                 {197, 4, 5120}}) {
       const StreamInput in(random, act, c.t, c.m, c.d);
       const SiteWeights w(random, c.m, c.d);
@@ -388,26 +394,34 @@ TEST_F(CudaStreams, Gate) {
 
 TEST_F(CudaStreams, GateTiesGoToTheLowerExpert) {
   Random random(7);
-  const Buffer x = random.normals(DType::kF32, {1, 32});
-  auto weight = test::random_weight(random, WeightFormat::kF32, 40, 32, 0.0);
-  Buffer bias(DType::kF32, {40});
-  for (int64_t i = 0; i < 40; ++i) {
-    bias.set(i, i == 7 || i >= 35 ? 1.0f : 0.5f);
+  struct Case {
+    DType act;
+    WeightFormat format;
+    int64_t d;
+  };
+  for (const Case& c :
+       {Case{DType::kF32, WeightFormat::kF32, 32}, {DType::kBF16, WeightFormat::kBF16, 256}}) {
+    const Buffer x = random.activations(c.act, {1, c.d});
+    const auto weight = test::random_weight(random, c.format, 40, c.d, 0.0);
+    Buffer bias(DType::kF32, {40});
+    for (int64_t i = 0; i < 40; ++i) {
+      bias.set(i, i == 7 || i >= 35 ? 1.0f : 0.5f);
+    }
+    TestStep step({{.start = 0, .rows = 1}});
+    Side side(Side::Kind::kCuda);
+    Buffer experts(DType::kI32, {1, 8}), weights(DType::kF32, {1, 8});
+    GateArgs args;
+    args.rows = side.rows(step);
+    args.x = side.in(x);
+    args.weight = side.weight(weight);
+    args.bias = side.in(bias);
+    args.bias_vl = side.in(bias);
+    args.experts = side.out(experts);
+    args.weights = side.out(weights);
+    side.finish(gate(side.ctx(), args));
+    const std::vector<int32_t> want = {0, 1, 7, 35, 36, 37, 38, 39};
+    EXPECT_EQ(std::vector<int32_t>(ints(experts), ints(experts) + 8), want);
   }
-  TestStep step({{.start = 0, .rows = 1}});
-  Side side(Side::Kind::kCuda);
-  Buffer experts(DType::kI32, {1, 8}), weights(DType::kF32, {1, 8});
-  GateArgs args;
-  args.rows = side.rows(step);
-  args.x = side.in(x);
-  args.weight = side.weight(weight);
-  args.bias = side.in(bias);
-  args.bias_vl = side.in(bias);
-  args.experts = side.out(experts);
-  args.weights = side.out(weights);
-  side.finish(gate(side.ctx(), args));
-  const std::vector<int32_t> want = {0, 1, 7, 35, 36, 37, 38, 39};
-  EXPECT_EQ(std::vector<int32_t>(ints(experts), ints(experts) + 8), want);
 }
 
 // Engram

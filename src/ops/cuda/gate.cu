@@ -7,19 +7,22 @@
 //
 // Few tokens (gate_kernel): a block multiplies 16 experts by 8 or 16 tokens, a warp per chunk of
 // columns or for several, with weights in rings (device/weights.cuh). The last of a token tile's
-// blocks to end has all its logits and selects.
+// blocks to end has all its scores and selects.
 //
-//   warp   fill stages 0 .. 2 | wait for x | fill 3 . mma 0 | ...
-//   block  chunk sums -> shared, added in order -> logits | count | the last: select
+//   warp   fill all stages but one | wait for x | fill the last . mma 0 | ...
+//   block  chunk sums -> shared, added in order -> scores | count | the last: select
 //
-// More tokens: the product runs in linear_mma.cu, and select_kernel takes four tokens per block.
+// More tokens: the product runs in linear_mma.cu, and select_kernel takes four tokens per block,
+// whose logits it makes scores of.
 //
-// Selection: all threads make the scores, then one warp per token takes the maximum k times. Ties
-// go to the lower id.
+// Selection: one warp per token finds the k-th of the biased scores by k rounds of maxima below the
+// one before, and takes what reaches it; where some are equal, it takes the maximum k times
+// instead. Ties go to the lower id.
 //
-// Shared: 8 KiB per warp, 640 B per chunk and 8 tokens; E scores and k ids and scores per token.
-// Bound by latencies at decode: weights, x, the count and k rounds of maxima one after the other.
+// Shared: 8 or 10 KiB per warp, 640 B per chunk and 8 tokens; k ids and scores per token. Bound by
+// latencies at decode: x, the count, and the selection's some 700 instructions of a warp.
 #include "ops/cuda/device/few_tokens.cuh"
+#include "ops/cuda/device/last_block.cuh"
 #include "ops/cuda/device/reduce.cuh"
 #include "ops/cuda/device/top_k.cuh"
 #include "ops/cuda/kernels.h"
@@ -31,7 +34,10 @@ namespace {
 
 constexpr int kSelectWarps = 4;  // of a block of select_kernel
 constexpr int kMostWarps = 20;   // of a block of gate_kernel
-constexpr int kStages = 4;
+// Of the weights' rings; with one more than the steps of a chunk they are all under way before x is
+// waited for.
+template <int kTiles>
+constexpr int kStages = kTiles == 1 ? 5 : 4;
 constexpr int64_t kMostExperts = 1024;
 constexpr int64_t kFewTokens = 64;  // of gate_kernel
 constexpr int64_t kTokenTiles = kFewTokens / kTokenTile;
@@ -49,7 +55,7 @@ struct GateProblem {
   int k;
   float temperature;
   float scale;
-  float* logits;  // [T, E]
+  float* logits;  // [T, E]; gate_kernel leaves scores there
   int32_t* experts;
   float* weights;
 };
@@ -62,50 +68,66 @@ __device__ __forceinline__ float router_score(float logit) {
   return sqrtf(logit > 20.0f ? logit : log1pf(expf(logit)));
 }
 
-// Selects for `count` tokens from `token0` on, whose logits are in memory. All threads of a block
-// of at least `count` warps; `shared`: (E + 2 k) count floats. bias[1] is that of image tokens.
-// Lane l of a token's warp has experts l, l + 32, ..
-template <int kPerLane>
-__device__ __forceinline__ void select(
-    const GateProblem& p, const float* const (&bias)[2], int64_t token0, int count, float* shared) {
+// A warp selects for `token`, whose scores are in memory, or its logits unless kScored. `shared`
+// has room for 2 k words of the warp's. bias[1] is that of image tokens. Lane l has experts
+// l, l + 32, ..
+template <bool kScored, int kPerLane>
+__device__ __forceinline__ void select(const GateProblem& p,
+                                       const float* const (&bias)[2],
+                                       int64_t token,
+                                       float* shared) {
   const int lane = static_cast<int>(threadIdx.x) % kWarp;
-  const int warp = static_cast<int>(threadIdx.x) / kWarp;
   const int e = p.e, k = p.k;
-  const int64_t token = token0 + warp;
-  const float* offset = warp < count && p.is_image[token] != 0 ? bias[1] : bias[0];
-  float* scores = shared;
-  for (int i = static_cast<int>(threadIdx.x); i < count * e; i += static_cast<int>(blockDim.x)) {
-    scores[i] = router_score(__ldcg(p.logits + token0 * e + i) / p.temperature);
-  }
-  __syncthreads();
-  if (warp >= count) {
-    return;
-  }
+  const float* row = p.logits + token * e;
+  const auto score_of = [&](int id) {
+    const float v = __ldcg(row + id);
+    return kScored ? v : router_score(v / p.temperature);
+  };
   // Chosen ids, ascending, and their scores.
-  auto* ids = reinterpret_cast<int32_t*>(scores + count * e) + warp * 2 * k;
-  auto* chosen = reinterpret_cast<float*>(ids + k);
-  scores += warp * e;
+  auto* ids = reinterpret_cast<int32_t*>(shared);
+  float* chosen = shared + k;
   if (p.forced != nullptr) {
     for (int i = lane; i < k; i += kWarp) {
       const int32_t id = p.forced[token * k + i];
       ids[i] = id;
       // Ids outside the table occur in padding rows only; they get no weight.
-      chosen[i] = id >= 0 && id < e ? scores[id] : 0;
+      chosen[i] = id >= 0 && id < e ? score_of(id) : 0;
     }
   } else {
+    const float* offset = p.is_image[token] != 0 ? bias[1] : bias[0];
+    float score[kPerLane];
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i) {
+      score[i] = score_of(min(lane + i * kWarp, e - 1));
+    }
     uint32_t order[kPerLane];  // of the biased scores (ordered_bits()); 0: taken, or no expert
 #pragma unroll
     for (int i = 0; i < kPerLane; ++i) {
       const int id = lane + i * kWarp;
-      order[i] = 0;
-      if (id < e) {
-        const float b = scores[id] + offset[id];
-        // A NaN must neither win nor vanish: k distinct ids are needed in any case.
-        order[i] = b == b ? ordered_bits(b) : 1u;
+      const float b = score[i] + offset[min(id, e - 1)];
+      // A NaN must neither win nor vanish: k distinct ids are needed in any case.
+      order[i] = id >= e ? 0u : b == b ? ordered_bits(b) : 1u;
+    }
+    // The k-th of the values that occur.
+    uint32_t least = 0xFFFFFFFFu;
+#pragma unroll 1
+    for (int round = 0; round < k; ++round) {
+      uint32_t best = 1;
+#pragma unroll
+      for (int i = 0; i < kPerLane; ++i) {
+        best = max(best, order[i] < least ? order[i] : 0u);
       }
+      least = __reduce_max_sync(kAllLanes, best);
     }
     uint32_t taken = 0;  // bit i: lane's expert i
-    for (int round = 0; round < k; ++round) {
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i) {
+      taken |= order[i] >= least ? 1u << i : 0u;
+    }
+    const bool ties = __reduce_add_sync(kAllLanes, __popc(taken)) != static_cast<unsigned>(k);
+    taken = ties ? 0 : taken;
+#pragma unroll 1
+    for (int round = ties ? 0 : k; round < k; ++round) {
       uint32_t best = 0;
 #pragma unroll
       for (int i = 0; i < kPerLane; ++i) {
@@ -133,7 +155,7 @@ __device__ __forceinline__ void select(
       if ((taken >> i & 1u) != 0) {
         const int place = before + __popc(lanes & ((1u << lane) - 1));
         ids[place] = lane + i * kWarp;
-        chosen[place] = scores[lane + i * kWarp];
+        chosen[place] = score[i];
       }
       before += __popc(lanes);
     }
@@ -150,37 +172,33 @@ __device__ __forceinline__ void select(
   }
 }
 
-// Floats that select() needs, and those of a block of gate_kernel: the chunk sums, then select().
-__host__ __device__ constexpr int64_t select_floats(const GateProblem& p, int64_t tokens) {
-  return tokens * (p.e + 2 * p.k);
-}
+// Floats of a block of gate_kernel: the chunk sums, then what select() needs.
 template <int kTiles>
 __host__ __device__ constexpr int64_t sums_floats(const GateProblem& p) {
   constexpr int64_t kTokens = kTiles * kTokenTile;
   const int64_t tokens = p.tokens < kTokens ? p.tokens : kTokens;
-  const int64_t sums = p.d / kChunk * tokens * kTokenPad, select = select_floats(p, tokens);
+  const int64_t sums = p.d / kChunk * tokens * kTokenPad, select = tokens * 2 * p.k;
   return sums > select ? sums : select;
 }
 
 template <int kPerLane>
 __global__ void __launch_bounds__(kSelectWarps* kWarp)
     select_kernel(const __grid_constant__ GateProblem p) {
-  wait_for_previous_kernels();
   allow_next_kernel();
-  const int64_t token0 = static_cast<int64_t>(blockIdx.x) * kSelectWarps;
-  select<kPerLane>(p,
-                   {p.bias, p.bias_vl},
-                   token0,
-                   static_cast<int>(min(p.tokens - token0, int64_t{kSelectWarps})),
-                   reinterpret_cast<float*>(dynamic_shared()));
+  wait_for_previous_kernels();
+  const int warp = static_cast<int>(threadIdx.x) / kWarp;
+  const int64_t token = static_cast<int64_t>(blockIdx.x) * kSelectWarps + warp;
+  if (token < p.tokens) {
+    auto* shared = reinterpret_cast<float*>(dynamic_shared()) + warp * 2 * p.k;
+    select<false, kPerLane>(p, {p.bias, p.bias_vl}, token, shared);
+  }
 }
 
 template <class W, int kTiles, int kPerLane>
 __global__ void __launch_bounds__(kMostWarps* kWarp, 1)
     gate_kernel(const __grid_constant__ GateProblem p) {
   constexpr int kTokens = kTiles * kTokenTile;
-  using Ring = TileRing<W, kStages>;
-  __shared__ bool last_block;
+  using Ring = TileRing<W, kStages<kTiles>>;
   const Lane lane;
   const int warp = static_cast<int>(threadIdx.x) / kWarp;
   const int warps = static_cast<int>(blockDim.x) / kWarp;
@@ -226,18 +244,11 @@ __global__ void __launch_bounds__(kMostWarps* kWarp, 1)
     const int n = i / kTileRows, r = i % kTileRows;
     const float sum = sum_of_chunks(sums, chunks, tokens, n, r);
     if (row + r < p.e) {
-      p.logits[(token0 + n) * p.e + row + r] = sum;
+      p.logits[(token0 + n) * p.e + row + r] = router_score(sum / p.temperature);
     }
   }
-  __threadfence();
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    last_block = atomicInc(&ended[blockIdx.y], gridDim.x - 1) == gridDim.x - 1;
-    __threadfence();
-  }
-  __syncthreads();
-  if (last_block) {
-    select<kPerLane>(p, {biases, biases + p.e}, token0, tokens, sums);
+  if (last_block(&ended[blockIdx.y], gridDim.x) && warp < tokens) {
+    select<true, kPerLane>(p, {biases, biases + p.e}, token0 + warp, sums + warp * 2 * p.k);
   }
 }
 
@@ -256,7 +267,7 @@ int gate_warps(const GateProblem& p) {
 }
 template <class W, int kTiles>
 int64_t gate_bytes(const GateProblem& p) {
-  return gate_warps<kTiles>(p) * TileRing<W, kStages>::kBytes +
+  return gate_warps<kTiles>(p) * TileRing<W, kStages<kTiles>>::kBytes +
          (sums_floats<kTiles>(p) + 2 * p.e) * static_cast<int64_t>(sizeof(float));
 }
 
@@ -313,7 +324,7 @@ Status gate(OpContext& ctx, const GateArgs& args) {
                   select_kernel<kPerLane>,
                   extent(ceil_div(t, kSelectWarps)),
                   kSelectWarps * kWarp,
-                  4 * select_floats(p, kSelectWarps),
+                  int64_t{kSelectWarps} * 2 * k * static_cast<int64_t>(sizeof(float)),
                   p);
   });
 }

@@ -32,8 +32,13 @@ __global__ void __launch_bounds__(kThreads) qkv_finish_kernel(const Act* t,
   __shared__ float slots[kThreads / kWarp];
   auto* row = reinterpret_cast<float*>(dynamic_shared());
   allow_next_kernel();
-  wait_for_previous_kernels();
   const int64_t token = blockIdx.x;
+  if (token == 0 && blockIdx.y == 1) {
+    prefetch_norm(q_norm, q);
+  } else if (token == 0) {
+    prefetch_norm(kv_norm, k);
+  }
+  wait_for_previous_kernels();
   if (blockIdx.y == 1) {
     const Act* x = t + token * q;
     float square = 0;

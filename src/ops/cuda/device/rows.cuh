@@ -8,6 +8,7 @@
 #include "ops/cuda/device/num.cuh"
 #include "ops/cuda/device/quantize.cuh"
 #include "ops/cuda/device/reduce.cuh"
+#include "ops/cuda/device/warpgroup.cuh"
 
 namespace cachalot::ops::cuda {
 
@@ -20,6 +21,16 @@ __device__ __forceinline__ float2 rotate_pair(float a, float b, float c, float s
 __device__ __forceinline__ float rms_factor(float square_sum, int64_t n, float eps) {
   return static_cast<float>(1.0 /
                             sqrt(static_cast<double>(square_sum) / static_cast<double>(n) + eps));
+}
+
+// Brings the weight of a norm of n values from memory to L2. All threads of the block call it,
+// before they wait for previous kernels.
+__device__ __forceinline__ void prefetch_norm(const Param& weight, int64_t n) {
+  constexpr int64_t kLine = 128;
+  const int64_t bytes = n * (weight.is_bf16 ? 2 : 4);
+  for (int64_t i = threadIdx.x * kLine; i < bytes; i += blockDim.x * kLine) {
+    prefetch_to_l2(static_cast<const uint8_t*>(weight.data) + i);
+  }
 }
 
 // row[i] = norm(x)[i], rounded to T. `slots` as for block_sum(). All threads must call it.
