@@ -422,6 +422,22 @@ std::vector<AttendCase> attend_cases() {
        128,
        260},
       {{{.start = 1100, .rows = 1}}, 16, 512, 32, 512, 128, 1110},
+      // Clusters of four and of two blocks: the first keys of a sequence, a window part that ends
+      // inside a block of keys, heads that fill no tile.
+      {{{.start = 0, .rows = 5}, {.start = 90, .rows = 9, .floor = 60}, {.start = 250, .rows = 3}},
+       64,
+       512,
+       32,
+       70,
+       128,
+       260},
+      {{{.start = 20, .rows = 40, .floor = 7}, {.start = 170, .rows = 2}},
+       5,
+       512,
+       32,
+       90,
+       128,
+       180},
       // More keys than a cluster takes.
       {{{.start = 1400, .rows = 1}}, 16, 512, 32, 600, 128, 1410},
   };
@@ -480,7 +496,7 @@ TEST_F(CudaAttention, AttendIsBatchInvariant) {
     AttendInput many = input(kRows, 21);
     Side side(Side::Kind::kCuda);
     const Buffer all = run_attend(side, many, with_main);
-    for (const int64_t rows : {int64_t{7}, int64_t{6}, int64_t{3}, int64_t{1}}) {
+    for (const int64_t rows : {132, 40, 20, 7, 6, 3, 1}) {
       // The last rows alone: the rows before them come from the ring.
       AttendInput few = input(rows, 22);
       std::fill(few.pages.memory().begin(), few.pages.memory().end(), uint8_t{0xFF});

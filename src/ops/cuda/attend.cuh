@@ -39,6 +39,9 @@ AttendProblem attend_problem(const AttendArgs& args);
 // attend_mma() with several blocks per token, and whether there are few enough tokens and keys.
 bool attend_few_fits(const AttendProblem& a);
 Status attend_few(const OpContext& ctx, const AttendProblem& a);
+// The same for more tokens, as long as a block per token leaves half of the multiprocessors idle.
+bool attend_split_fits(const AttendProblem& a);
+Status attend_split(const OpContext& ctx, const AttendProblem& a);
 
 // The keys of one query: first the visible window positions, then the selected entries.
 struct QueryKeys {

@@ -17,12 +17,13 @@
 // All sums have the order of attend_mma.cu: two of 256 columns per score, of 16 keys in the sums of
 // probabilities, and along the keys in the values.
 //
-// Bound: latency. Of the 21,200 cycles (12 us) of a block with 128 + 512 keys, 3,100 find the rows
-// (three loads, each of which needs the one before), 5,400 unpack the own keys, 1,700 score them,
-// 1,000 exchange maxima, 1,100 make and send P, 6,500 sum the values (the tensor cores take 1,300
-// of them) and 2,400 store them.
-// Measured on an H200: 13.2 us for one token, 15.3 for six (32 heads per cluster); window only, 6.7
-// and 7.5.
+// Bound: latency. Of the 21,200 cycles (12 us) of a block with 128 + 512 keys, 3,100 found the rows
+// (three loads, each of which needs the one before; the first now runs behind the kernels in
+// front), 5,400 unpack the own keys, 1,700 score them, 1,000 exchange maxima, 1,100 make and send
+// P, 6,500 sum the values (the tensor cores take 1,300 of them) and 2,400 store them.
+// Measured on an H200: 14.2 us for one token, 16.3 for six (32 heads per cluster); window only, 6.4
+// and 7.1.
+#include "ops/cuda/attend_rows.cuh"
 #include "ops/cuda/attend_tiles.cuh"
 #include "ops/cuda/device/cluster.cuh"
 
@@ -70,15 +71,14 @@ struct Shared {
   uint64_t best_known, scored[kRanks];
 };
 
-// What a token may have.
-int64_t most_keys(const AttendProblem& a) {
-  return a.window + a.block + a.width;
-}
-
 // 16 columns of a row, as stored.
 struct RawColumns {
   uint4 codes;  // x and y alone in a main row
   uint32_t scale;
+};
+
+struct Keys {
+  int window_keys, keys;
 };
 
 // Where a lane's columns come from.
@@ -88,9 +88,7 @@ struct Source {
   bool is_absent;  // past the last key: zeros
 
   template <int kKeys>
-  __device__ __forceinline__ Source(const QueryKeys& keys,
-                                    const uint8_t* const (&rows)[kKeys],
-                                    int key)
+  __device__ __forceinline__ Source(const Keys& keys, const uint8_t* const (&rows)[kKeys], int key)
       : row(rows[key]), is_window(key < keys.window_keys), is_absent(key >= keys.keys) {}
 };
 
@@ -124,45 +122,24 @@ __device__ __forceinline__ void store_columns(const RawColumns& raw,
   }
 }
 
-// Writes where the keys of a token lie and counts them. All threads. Everything that needs the
-// sequence alone is loaded at once, whether a thread has a selected entry or a window position.
+// Writes where the selected keys of a token lie; all keys. All threads. `entry` is that of the
+// thread.
 template <int kKeys>
-__device__ __forceinline__ QueryKeys find_rows(const AttendProblem& a,
-                                               int64_t token,
-                                               const uint8_t* (&rows)[kKeys]) {
+__device__ __forceinline__ int find_selected(const AttendProblem& a,
+                                             int64_t token,
+                                             const Places& places,
+                                             int32_t entry,
+                                             const uint8_t* (&rows)[kKeys]) {
   const int thread = static_cast<int>(threadIdx.x), width = static_cast<int>(a.width);
-  const int32_t* selected = a.selected + token * width;
-  int32_t entry = thread < width ? selected[thread] : -1;
-  const int32_t s = a.sequence[token];
-  PagedRows main;
-  if (a.main != nullptr) {
-    main = a.main[s];
-  }
-  const auto page_rows = static_cast<uint32_t>(main.page_rows);
-  const auto row_bytes = static_cast<uint32_t>(main.row_bytes);
-  const int start = a.start[s];
-  const uint8_t* ring = a.rings[s];
-  const uint8_t* fresh = a.fresh + a.row_begin[s] * a.window_row_bytes;
-  QueryKeys keys = window_part(a, token);
-  for (int key = thread; key < keys.window_keys; key += kThreads) {
-    const int position = static_cast<int>(keys.first_position) + key;
-    const bool is_fresh = position >= start;
-    const uint32_t row = is_fresh
-                             ? static_cast<uint32_t>(position - start)
-                             : static_cast<uint32_t>(position) % static_cast<uint32_t>(a.window);
-    rows[key] = (is_fresh ? fresh : ring) + row * static_cast<uint32_t>(a.window_row_bytes);
-  }
   // Ids are ascending with -1 behind them.
-  int i = thread;
+  int keys = places.window_keys, i = thread;
   do {
     if (entry >= 0) {
-      const uint32_t page = static_cast<uint32_t>(entry) / page_rows;
-      rows[keys.window_keys + i] =
-          main.pages[page] + (static_cast<uint32_t>(entry) - page * page_rows) * row_bytes;
+      rows[places.window_keys + i] = places.main_row(static_cast<uint32_t>(entry));
     }
-    keys.keys += __syncthreads_count(entry >= 0);
+    keys += __syncthreads_count(entry >= 0);
     i += kThreads;
-    entry = i < width ? selected[i] : -1;
+    entry = i < width ? a.selected[token * width + i] : -1;
   } while (i - thread < width);
   return keys;
 }
@@ -321,26 +298,31 @@ __device__ __forceinline__ void sum_values(Shared<kHeadRows, kGroups>& shared,
                                            float (&acc)[8][4],
                                            float (&sum)[2]) {
   const uint64_t v = wgmma_operand_transposed(shared.v, 0);
+  const int blocks = (keys + kKeyBlock - 1) / kKeyBlock;
   int known = -1;  // the last block whose scores are here
-#pragma unroll 1
-  for (int b = 0; b * kKeyBlock < keys; ++b) {
-    const float r0 = shared.rescale[b][head], r1 = shared.rescale[b][head + 8];
-    // Most blocks raise no maximum.
-    if (__any_sync(kAllLanes, r0 != 1.0f || r1 != 1.0f)) {
-#pragma unroll
-      for (int n = 0; n < 8; ++n) {
-        acc[n][0] *= r0;
-        acc[n][1] *= r0;
-        acc[n][2] *= r1;
-        acc[n][3] *= r1;
-      }
-    }
+  float rescale[2];
+  // Waits for the scores of a block of 64 keys.
+  const auto receive = [&](int b) {
 #pragma unroll 1
     for (; known < (4 * b + 3) / kGroups; ++known) {
       if (known + 1 != rank) {
         barrier_wait(&shared.scored[known + 1], 0);
       }
     }
+    float total[2] = {0, 0};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int g = 4 * b + i;
+      total[0] += shared.scores[g / kGroups].sum[g % kGroups][head % kHeadRows];
+      total[1] += shared.scores[g / kGroups].sum[g % kGroups][head % kHeadRows + 8];
+    }
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      rescale[h] = shared.rescale[b][head + 8 * h];
+      sum[h] = fmaf(sum[h], rescale[h], total[h]);
+    }
+  };
+  const auto multiply = [&](int b) {
     wgmma_fence();
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -350,17 +332,29 @@ __device__ __forceinline__ void sum_values(Shared<kHeadRows, kGroups>& shared,
                             v + static_cast<uint64_t>(g) * operand_bytes(16 * 128));
     }
     wgmma_commit();
-    float total[2] = {0, 0};
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int g = 4 * b + i;
-      total[0] += shared.scores[g / kGroups].sum[g % kGroups][head % kHeadRows];
-      total[1] += shared.scores[g / kGroups].sum[g % kGroups][head % kHeadRows + 8];
-    }
-    sum[0] = fmaf(sum[0], r0, total[0]);
-    sum[1] = fmaf(sum[1], r1, total[1]);
-    wgmma_wait<0>();
+  };
+  if (blocks == 0) {
+    return;
   }
+  receive(0);
+#pragma unroll 1
+  for (int b = 0; b < blocks - 1; ++b) {
+    multiply(b);
+    receive(b + 1);
+    wgmma_wait<0>();
+    // Most blocks raise no maximum.
+    if (__any_sync(kAllLanes, rescale[0] != 1.0f || rescale[1] != 1.0f)) {
+#pragma unroll
+      for (int n = 0; n < 8; ++n) {
+        acc[n][0] *= rescale[0];
+        acc[n][1] *= rescale[0];
+        acc[n][2] *= rescale[1];
+        acc[n][3] *= rescale[1];
+      }
+    }
+  }
+  multiply(blocks - 1);
+  wgmma_wait<0>();
 }
 
 template <int kHeadRows, int kGroups>
@@ -385,7 +379,6 @@ __global__ void __cluster_dims__(kRanks, 1, 1) __launch_bounds__(kThreads, 1)
   }
   __syncwarp();
   cluster_arrive();  // the barriers stand
-  wait_for_previous_kernels();
 
   const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32;
   const int quarter = lane / 8;
@@ -393,6 +386,12 @@ __global__ void __cluster_dims__(kRanks, 1, 1) __launch_bounds__(kThreads, 1)
   const int item = static_cast<int>(blockIdx.x) / kRanks;
   const int64_t token = item / head_groups;
   const int head0 = item % head_groups * kHeadRows;
+  const Places places(a, token);
+  for (int key = thread; key < places.window_keys; key += kThreads) {
+    shared.rows[key] = places.window_row(key);
+  }
+  wait_for_previous_kernels();
+  const int32_t entry = thread < a.width ? a.selected[token * a.width + thread] : -1;
 
   constexpr int kPieces = kDim / 8, kRowStep = kThreads / kPieces;
   const int piece = thread % kPieces;
@@ -406,7 +405,7 @@ __global__ void __cluster_dims__(kRanks, 1, 1) __launch_bounds__(kThreads, 1)
                : make_uint4(0, 0, 0, 0);
   }
   const Turn turn(a, token, piece);
-  const QueryKeys keys = find_rows(a, token, shared.rows);
+  const Keys keys{places.window_keys, find_selected(a, token, places, entry, shared.rows)};
 
   // A unit of a warp is 64 columns of eight keys; a lane has a quarter of a key's.
   constexpr int kKeyUnits = 2 * kGroups * kTiles, kOwnUnits = (kKeyUnits + kWarps - 1) / kWarps;

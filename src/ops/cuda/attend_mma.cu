@@ -21,8 +21,8 @@
 //   scores         | 0   | 1   | . . . . | 2   | 3 |         K 2 x 64 KiB, P 2 x 8 KiB; Q 64 KiB,
 //   values             . | 0     | 1     | . . . . | 2       outputs 16 KiB: 226 KiB in all
 //
-// Few tokens with at most 640 keys: attend_few.cu, with the same bits. A row's result does not
-// depend on the number of tokens.
+// Few tokens with at most 640 keys: attend_few.cu and attend_split.cu, with the same bits. A row's
+// result does not depend on the number of tokens.
 //
 // Codes become BF16 by bit placement and one multiplication (kernels of weights.cuh): both kinds of
 // rows come out 2^-7 too small, which the score and output factors put back. Columns are kept in
@@ -32,8 +32,8 @@
 // Bound: 4 * 64 * 512 * keys FLOP per token, 32 cycles of the tensor cores per key; the bytes (215
 // KB per token at 640 keys) take half of that. Shared memory has 36 cycles of work per key: K is
 // written once and read twice, Q read once per block of keys.
-// Measured on an H200 with 128 + 512 keys: 37 to 39 us for 16 to 128 tokens, 72 for 256, 931 for a
-// chunk of 4096 (369 TFLOP/s, 48 % of the BF16 rate); docs/benchmarks.md says what bounds it.
+// Measured on an H200 with 128 + 512 keys: 39 us for 128 tokens, 72 for 256, 931 for a chunk of
+// 4096 (369 TFLOP/s, 48 % of the BF16 rate); docs/benchmarks.md says what bounds it.
 #include <algorithm>
 
 #include "ops/cuda/attend_keys.cuh"
@@ -397,7 +397,10 @@ bool attend_mma_supports(const AttendArgs& args) {
 
 Status attend_mma(OpContext& ctx, const AttendArgs& args) {
   const AttendProblem a = attend_problem(args);
-  return attend_few_fits(a) ? attend_few(ctx, a) : attention::run(ctx, a);
+  if (attend_few_fits(a)) {
+    return attend_few(ctx, a);
+  }
+  return attend_split_fits(a) ? attend_split(ctx, a) : attention::run(ctx, a);
 }
 
 }  // namespace cachalot::ops::cuda

@@ -57,6 +57,12 @@ __device__ __forceinline__ void remote_store_counted(
       "r"(remote_address(barrier, rank))
       : "memory");
 }
+// One of the arrivals of `barrier` of block `rank`, which also sees what this thread saw.
+__device__ __forceinline__ void remote_arrive(uint64_t* barrier, int rank) {
+  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(
+                   remote_address(barrier, rank))
+               : "memory");
+}
 __device__ __forceinline__ void cluster_barrier_wait(uint64_t* barrier, int phase) {
   asm volatile(
       "{\n"
