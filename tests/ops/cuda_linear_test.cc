@@ -271,6 +271,7 @@ TEST_F(CudaLinear, Experts) {
       {DType::kBF16, 9, 2, 512, 256, 6, kFp4Row, kFp8Block, true},
       {DType::kBF16, 4, 6, 1280, 768, 8, kFp4Row, kFp8Block, true},
       {DType::kBF16, 2, 7, 256, 512, 8, kFp4Row, kFp8Block, true},
+      {DType::kBF16, 2, 10, 512, 256, 12, kFp4Row, kFp8Block, true},
       {DType::kBF16, 2, 2, 512, 256, 4, kFp4Row, kFp8Block, false},
       {DType::kBF16, 33, 3, 256, 512, 4, kFp4Row, kFp8Block, true},
       {DType::kBF16, 70, 2, 256, 256, 4, kFp4Row, kFp8Block, false},
