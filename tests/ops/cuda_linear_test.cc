@@ -304,7 +304,8 @@ TEST_F(CudaLinear, Experts) {
 TEST_F(CudaLinear, ExpertsWithAllTokensOnOne) {
   Random random(9);
   for (const int64_t experts : {1, 3}) {
-    for (const int64_t t : {3, 8, 9, 16, 17, 32, 33, 48, 49, 64, 65, 72, 73, 80, 81, 200}) {
+    for (const int64_t t : {3,  8,  9,  16, 17,  32,  33,  48,  49,  64,  65,  70,  72, 73,
+                            80, 81, 96, 97, 112, 113, 128, 144, 145, 160, 161, 200, 240}) {
       ExpertsInput in(random,
                       DType::kBF16,
                       t,

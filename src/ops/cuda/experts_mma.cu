@@ -178,7 +178,7 @@ __global__ void __launch_bounds__(kThreads)
 // Tokens of a group, by the mean number of tokens of an expert.
 int64_t group_tokens(int64_t pairs, int64_t experts) {
   const int64_t mean = pairs / experts;
-  return mean <= 4 ? kTokenTile : mean <= 16 ? 32 : 80;
+  return mean <= 4 ? kTokenTile : mean <= 16 ? 32 : mean <= 70 ? 80 : 160;
 }
 
 }  // namespace
