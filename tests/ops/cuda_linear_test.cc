@@ -271,6 +271,7 @@ TEST_F(CudaLinear, Experts) {
       {DType::kBF16, 9, 2, 512, 256, 6, kFp4Row, kFp8Block, true},
       {DType::kBF16, 4, 6, 1280, 768, 8, kFp4Row, kFp8Block, true},
       {DType::kBF16, 2, 7, 256, 512, 8, kFp4Row, kFp8Block, true},
+      {DType::kBF16, 2, 10, 512, 256, 12, kFp4Row, kFp8Block, true},
       {DType::kBF16, 2, 2, 512, 256, 4, kFp4Row, kFp8Block, false},
       {DType::kBF16, 33, 3, 256, 512, 4, kFp4Row, kFp8Block, true},
       {DType::kBF16, 70, 2, 256, 256, 4, kFp4Row, kFp8Block, false},
@@ -303,7 +304,8 @@ TEST_F(CudaLinear, Experts) {
 TEST_F(CudaLinear, ExpertsWithAllTokensOnOne) {
   Random random(9);
   for (const int64_t experts : {1, 3}) {
-    for (const int64_t t : {3, 8, 9, 16, 17, 32, 33, 48, 49, 64, 65, 72, 73, 80, 81, 200}) {
+    for (const int64_t t : {3,  8,  9,  16, 17,  32,  33,  48,  49,  64,  65,  70,  72, 73,
+                            80, 81, 96, 97, 112, 113, 128, 144, 145, 160, 161, 200, 240}) {
       ExpertsInput in(random,
                       DType::kBF16,
                       t,

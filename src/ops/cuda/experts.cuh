@@ -164,7 +164,8 @@ __device__ __forceinline__ void store_hidden(
 
 constexpr int64_t kDirectTokens = 2;
 
-// The two products for groups of at most kTokenTile tokens, and for groups of at most 32 or 80.
+// The two products for groups of at most kTokenTile tokens, and for groups of at most 32, 80 or
+// 160.
 Status experts_few(const OpContext& ctx, const ExpertProblem& p, int64_t groups);
 Status experts_many(const OpContext& ctx, const ExpertProblem& p, int64_t groups);
 

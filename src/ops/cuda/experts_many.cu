@@ -1,31 +1,35 @@
-// Experts with many tokens: groups of at most 32 or 80, whose inputs lie as images. Same formulas
-// and order of sums as experts_few.cu.
+// Experts with many tokens: groups of at most 32, 80 or 160, whose inputs lie as images. Same
+// formulas and order of sums as experts_few.cu.
 //
 // hidden_kernel  a warpgroup has 32 hidden columns of a group, which are one quantization block; a
 //                warp's tile is 8 rows of w1 above the 8 rows of w3 of the same columns
 // out_kernel     a warpgroup has 64 rows of w2 of a group
 //
-// One block per multiprocessor takes tiles in turn, the rows of its three or four warpgroups by all
+// One block per multiprocessor takes tiles in turn, the rows of its two or three warpgroups by all
 // tokens of a group: first those of the shared expert (FP8), then the routed ones (FP4).
 //
 //   multiplying warps  wgmma 64 columns | unpack the next 64 | ...    a chunk of 256: wait, add
 //   feeding warps      wait for a free stage | start the copies of a warpgroup's weights | ...
 //   loading warp       notes what the next tiles are | bulk copies of 64 columns of input | ...
 //
-// Neither inputs nor weights stop between tiles. Warpgroups wait for copies, never for each other:
-// one finishes its tile while the others multiply.
+// (128 columns with 32 tokens, and 32 of weights with 160.) Neither inputs nor weights stop between
+// tiles. Warpgroups wait for copies, never for each other: one finishes its tile while the others
+// multiply.
 //
-// Shared: two chunks of input (512 bytes per token each), four stages of weights (2.5 KiB per
-// warp), a place per warpgroup in which results are put together, and the notes.
+// Shared: two or three chunks of input (512 bytes per token each), two or four stages of weights
+// (2.5 KiB per warp), a place per warpgroup in which results are put together, and the notes.
 //
-// Bound by instructions, close to mma: with 64 tokens per expert hidden_kernel issues in 55 % of
-// the cycles and the matrix units are busy in 53 %; with 8 tokens it issues in 70 % and draws 2.75
-// TB/s. 16 wgmma take some 270 instructions to unpack their weights. Warps that copied their own
-// weights needed 611 instead of 444 per chunk of 80 tokens: 6.1 ms for 4096 tokens instead of 5.3.
+// Bound by instructions beside wgmma, by L2 and by power. Whatever a warp issues delays wgmma by
+// about as many cycles: 4 wgmma of 64 tokens with 48, 80, 112 or 144 other instructions per warp
+// take 143, 184, 219 or 255 cycles with nothing to wait for. Here it is 104 (16 wgmma take some 270
+// to unpack their weights). With 64 tokens per expert hidden_kernel keeps the matrix units busy in
+// 53 % of the cycles and reads 6.1 TB/s from L2. Two warpgroups of 128 rows have 10 % fewer
+// instructions and took 6 % longer.
 #include <algorithm>
 
 #include "ops/cuda/device/gemm_tiles.cuh"
 #include "ops/cuda/device/pieces.cuh"
+#include "ops/cuda/device/wgmma_wide.cuh"
 #include "ops/cuda/experts.cuh"
 
 namespace cachalot::ops::cuda {
@@ -33,8 +37,6 @@ namespace {
 
 constexpr int kColumns = 8;        // hidden columns of a warp
 constexpr int kHiddenStride = 40;  // BF16 values of a token: 32, without bank conflicts
-constexpr int kPieceColumns = 64;  // of an input copy
-constexpr int kPieces = kChunk / kPieceColumns;
 
 // A place in a ring; who writes it and who reads it have one each.
 template <int kSize>
@@ -56,21 +58,25 @@ __device__ __forceinline__ void arrive_once(uint64_t* barrier) {
 }
 
 // What a block is made of, for groups of at most kTokens tokens. Sums of 80 tokens leave registers
-// for three warpgroups that multiply. What multiplies needs more registers than the launch gives to
-// each warp, and takes them from what feeds.
+// for three warpgroups that multiply, sums of 160 for two. What multiplies needs more registers
+// than the launch gives to each warp, and takes them from what feeds.
 template <int kTokens_>
 struct Block {
   static constexpr int kTokens = kTokens_;
-  static constexpr int kWarpgroups = kTokens <= 32 ? 4 : 3;  // that multiply
+  static constexpr int kWarpgroups = kTokens <= 80 ? 3 : 2;  // that multiply
   static constexpr int kWarps = 4 * kWarpgroups;
-  static constexpr int kThreads = kWarps * 32 + (kWarpgroups < 4 ? 128 : 256);
-  static constexpr int kWarpRegisters = kWarpgroups < 4 ? 152 : 96;
-  static constexpr int kFeedRegisters = kWarpgroups < 4 ? 56 : 48;
-  static constexpr int kChunks = 2;  // of input
-  static constexpr int kStages = 4;  // of weights
+  static constexpr int kThreads = kWarps * 32 + 128;
+  static constexpr int kWarpRegisters = kWarpgroups == 3 ? 152 : 232;
+  static constexpr int kFeedRegisters = kWarpgroups == 3 ? 56 : 40;
+  static constexpr int kChunks = kTokens <= 32 ? 3 : 2;     // of input
+  static constexpr int kStages = kWarpgroups == 2 ? 2 : 4;  // of weights
+  // Columns of weights that are unpacked, and of input that are waited for, at a time.
+  static constexpr int kUnpacked = kTokens <= 32 ? 128 : kTokens <= 80 ? 64 : 32;
+  static constexpr int kPieceColumns = kTokens <= 32 ? 128 : 64;
+  static constexpr int kPieces = kChunk / kPieceColumns;
   // Before the input of a tile is copied, the notes of the next kLead tiles are written, over those
   // of kNotes tiles earlier, which must be done.
-  static constexpr int kNotes = 6;
+  static constexpr int kNotes = kWarpgroups == 2 ? 4 : 6;
   static constexpr int kLead = 2;
   static_assert(kNotes > kLead + 1, "a tile can be done when the next one has its note");
 
@@ -89,12 +95,14 @@ struct Block {
     uint64_t note_empty[kNotes];
   };
 
-  // Shared memory. store_tile() takes kStoreTokens at a time.
-  static constexpr int kPieceBytes = kTokens * kPieceColumns * 2;
+  // Shared memory. store_tile() takes kStoreTokens at a time, Hidden::finish() kHiddenTokens.
+  static constexpr int kBlockBytes = kTokens * kBlockColumns * 2;
+  static constexpr int kPieceBytes = kPieceColumns / kBlockColumns * kBlockBytes;
   static constexpr int kChunkBytes = kPieces * kPieceBytes;
   static constexpr int kStoreTokens = kTokens <= 32 ? 32 : 48;
+  static constexpr int kHiddenTokens = std::min(kTokens, 80);
   static constexpr int kWarpResults =
-      std::max(kStoreTokens * kTileRows * 2, kTokens * kHiddenStride * 2 / 4);
+      std::max(kStoreTokens * kTileRows * 2, kHiddenTokens * kHiddenStride * 2 / 4);
   static constexpr int kWarpStage =
       std::max(WeightStage<Fp4Weights>::kBytes, WeightStage<Fp8Weights<false, 2>>::kBytes);
   static constexpr int kWeights = kChunks * kChunkBytes;
@@ -140,19 +148,19 @@ struct Multiplier {
   RingPlace<Block::kNotes> note;
 };
 
-// A warp's next 64 columns of weights: read from shared memory, then unpacked as A operands. Pieces
-// of a chunk in order.
-template <class W>
+// A warp's next kColumns columns of weights: read from shared memory, then unpacked as A operands.
+// Units of a chunk in order.
+template <class W, int kColumns>
 struct NextWeights {
   static constexpr int kGroupColumns = W::kStep / W::kGroups;
-  static_assert(kGroupColumns % kPieceColumns == 0);
+  static_assert(kGroupColumns % kColumns == 0);
 
   typename W::Raw raw;
-  uint32_t a[kPieceColumns / 16][1][4];
+  uint32_t a[kColumns / 16][1][4];
 
-  template <int kPiece, class Block>
+  template <int kUnit, class Block>
   __device__ __forceinline__ void read(Multiplier<Block>& m) {
-    constexpr int kColumn = kPiece * kPieceColumns % W::kStep;
+    constexpr int kColumn = kUnit * kColumns % W::kStep;
     if constexpr (kColumn == 0) {
       barrier_wait(&m.barriers.weights_full[m.warpgroup][m.weights.slot], m.weights.phase);
     }
@@ -166,11 +174,13 @@ struct NextWeights {
       m.weights.advance();
     }
   }
-  template <int kPiece>
+  template <int kUnit>
   __device__ __forceinline__ void unpack(const Lane& lane) {
-    constexpr int kFirst = kPiece * kPieceColumns % kGroupColumns / 16;
-    unrolled<kPieceColumns / 16>([&]<int i>() __attribute__((always_inline)) {
+    constexpr int kFirst = kUnit * kColumns % kGroupColumns / 16;
+    unrolled<kColumns / 16>([&]<int i>() __attribute__((always_inline)) {
       W::template fragment<kFirst + i>(a[i], raw, lane);
+      // Here, while wgmma runs, not where they are used, behind the wait for it.
+      asm volatile("" : "+r"(a[i][0][0]), "+r"(a[i][0][1]), "+r"(a[i][0][2]), "+r"(a[i][0][3]));
     });
   }
 };
@@ -179,38 +189,48 @@ struct NextWeights {
 template <int kTiles>
 constexpr int kEven = kTiles + kTiles % 2;
 
-// total = a warp's tile times kTiles token tiles. `next` has the tile's first piece on entry and
+// total = a warp's tile times kTiles token tiles. `next` has the tile's first unit on entry and
 // the next tile's on return.
 template <int kTiles, class W, class Block>
 __device__ __forceinline__ void multiply_tile(Multiplier<Block>& m,
-                                              NextWeights<W>& next,
+                                              NextWeights<W, Block::kUnpacked>& next,
                                               int chunks,
                                               float (&total)[kEven<kTiles>][4]) {
+  constexpr int kUnits = kChunk / Block::kUnpacked, kUnitsOfPiece = kUnits / Block::kPieces;
+  constexpr auto place = [](int column) {  // of the chunk, in the operand
+    return operand_bytes(column / kBlockColumns * Block::kBlockBytes + column % kBlockColumns * 2);
+  };
   float part[kTiles][4] = {};
+  barrier_wait(m.barriers.input_full[m.input.slot], m.input.phase);
 #pragma unroll 1
   for (int c = 0; c < chunks; ++c) {
     const uint64_t input = wgmma_operand(dynamic_shared() + m.input.slot * Block::kChunkBytes);
     uint64_t* full = m.barriers.input_full[m.input.slot];
     uint64_t* empty = m.barriers.input_empty[m.input.slot];
-    unrolled<kPieces>([&]<int piece>() __attribute__((always_inline)) {
-      barrier_wait(full + piece, m.input.phase);
+    unrolled<kUnits>([&]<int unit>() __attribute__((always_inline)) {
       wgmma_fence();
-      unrolled<kPieceColumns / 16>([&]<int i>() __attribute__((always_inline)) {
-        wgmma_bf16<piece + i != 0>(
-            part, next.a[i][0], input + operand_bytes(piece * Block::kPieceBytes + i * 32));
+      unrolled<Block::kUnpacked / 16>([&]<int i>() __attribute__((always_inline)) {
+        wgmma_bf16<unit + i != 0>(
+            part, next.a[i][0], input + place(unit * Block::kUnpacked + i * 16));
       });
       wgmma_commit();
-      constexpr int kNext = (piece + 1) % kPieces;
+      constexpr int kNext = (unit + 1) % kUnits;
       next.template read<kNext>(m);
-      if constexpr (piece > 0) {
-        wgmma_wait<1>();
-        arrive_once(empty + piece - 1);
+      wgmma_wait<1>();
+      if constexpr (unit > 0 && unit % kUnitsOfPiece == 0) {
+        arrive_once(empty + unit / kUnitsOfPiece - 1);
       }
       next.template unpack<kNext>(m.lane);
+      if constexpr (kNext != 0 && kNext % kUnitsOfPiece == 0) {
+        barrier_wait(full + kNext / kUnitsOfPiece, m.input.phase);
+      }
     });
-    wgmma_wait<0>();
-    arrive_once(empty + kPieces - 1);
     m.input.advance();
+    if (c + 1 < chunks) {
+      barrier_wait(m.barriers.input_full[m.input.slot], m.input.phase);
+    }
+    wgmma_wait<0>();
+    arrive_once(empty + Block::kPieces - 1);
 #pragma unroll
     for (int n = 0; n < kTiles; ++n) {
 #pragma unroll
@@ -265,37 +285,42 @@ struct Hidden {
                                                 const Lane& lane,
                                                 const float (&total)[kEven<kTiles>][4]) {
     auto* hidden = reinterpret_cast<Bf16*>(results);  // [token][kHiddenStride]
-#pragma unroll
-    for (int m = 0; m < kTiles; ++m) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const int n = m * kTokenTile + 2 * lane.t + i;
-        hidden[n * kHiddenStride + warp * kColumns + lane.g] =
-            from_float<Bf16>(hidden_value(p.limit, note.weight[n], total[m][i], total[m][2 + i]));
-      }
-    }
-    group_barrier(barrier, 128);
     const ExpertTile& tile = note.tile;
     const int count = tile.group.count, rows = static_cast<int>(image_rows(count));
     Bf16* image =
         (tile.shared ? p.hidden_shared : p.hidden_routed) + int64_t{tile.group.begin} * p.f;
     // Four lanes per token.
     const int piece = static_cast<int>(threadIdx.x) % 4;
-    for (int first = warp * kTokenTile; first < count; first += 4 * kTokenTile) {
-      const int n = first + static_cast<int>(threadIdx.x) % 32 / 4;
-      float v[8];
-      load_elements<8>(hidden + n * kHiddenStride + piece * 8, v);
-      quantize_piece(v);
-      if (n >= count) {
-        continue;
+    constexpr int kPart = Block::kHiddenTokens / kTokenTile;
+#pragma unroll
+    for (int m0 = 0; m0 < kTiles; m0 += kPart) {
+#pragma unroll
+      for (int m = m0; m < (m0 + kPart < kTiles ? m0 + kPart : kTiles); ++m) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const int n = m * kTokenTile + 2 * lane.t + i;
+          hidden[(n - m0 * kTokenTile) * kHiddenStride + warp * kColumns + lane.g] =
+              from_float<Bf16>(hidden_value(p.limit, note.weight[n], total[m][i], total[m][2 + i]));
+        }
       }
-      if (tile.shared) {
-        store_hidden_piece<InputLayout::kFp8>(image, rows, n, row / 8 + piece, v);
-      } else {
-        store_hidden_piece<InputLayout::kFp4>(image, rows, n, row / 8 + piece, v);
+      group_barrier(barrier, 128);
+      const int last = min(count, (m0 + kPart) * kTokenTile);
+      for (int first = (m0 + warp) * kTokenTile; first < last; first += 4 * kTokenTile) {
+        const int n = first + static_cast<int>(threadIdx.x) % 32 / 4;
+        float v[8];
+        load_elements<8>(hidden + (n - m0 * kTokenTile) * kHiddenStride + piece * 8, v);
+        quantize_piece(v);
+        if (n >= count) {
+          continue;
+        }
+        if (tile.shared) {
+          store_hidden_piece<InputLayout::kFp8>(image, rows, n, row / 8 + piece, v);
+        } else {
+          store_hidden_piece<InputLayout::kFp4>(image, rows, n, row / 8 + piece, v);
+        }
       }
+      group_barrier(barrier, 128);
     }
-    group_barrier(barrier, 128);
   }
 };
 
@@ -356,6 +381,20 @@ __device__ __forceinline__ void with_tiles(int count, const Body& body) {
     } else {
       body.template operator()<4>();
     }
+  } else if constexpr (kMostTokens == 160) {
+    if (count <= 8 * kTokenTile) {
+      body.template operator()<8>();
+    } else if (count <= 12 * kTokenTile) {
+      body.template operator()<12>();
+    } else if (count <= 14 * kTokenTile) {
+      body.template operator()<14>();
+    } else if (count <= 16 * kTokenTile) {
+      body.template operator()<16>();
+    } else if (count <= 18 * kTokenTile) {
+      body.template operator()<18>();
+    } else {
+      body.template operator()<20>();
+    }
   } else if (count <= 4 * kTokenTile) {
     body.template operator()<4>();
   } else if (count <= 6 * kTokenTile) {
@@ -374,7 +413,7 @@ template <class Product, class W, bool kShared, class Block>
 __device__ __forceinline__ void multiply_tiles(const ExpertProblem& p, Multiplier<Block>& m) {
   const int chunks = static_cast<int>(Product::in(p) / kChunk);
   uint8_t* results = dynamic_shared() + Block::kResults + m.warpgroup * (4 * Block::kWarpResults);
-  NextWeights<W> next;
+  NextWeights<W, Block::kUnpacked> next;
   for (bool first = true;; first = false) {
     barrier_wait(&m.barriers.note_full[m.note.slot], m.note.phase);
     const typename Block::Note& note = Block::note(m.note.slot);
@@ -509,20 +548,23 @@ __device__ __forceinline__ void load_tiles(const ExpertProblem& p,
     }
     const auto* from = reinterpret_cast<const uint8_t*>(Product::input(p, tile.shared) +
                                                         int64_t{tile.group.begin} * in);
-    const int bytes = static_cast<int>(image_rows(tile.group.count)) * (kPieceColumns * 2);
+    constexpr int kBlocks = Block::kPieceColumns / kBlockColumns;
+    const int bytes = static_cast<int>(image_rows(tile.group.count)) * (kBlockColumns * 2);
     for (int c = 0; c < in / kChunk; ++c) {
 #pragma unroll
-      for (int piece = 0; piece < kPieces; ++piece) {
+      for (int piece = 0; piece < Block::kPieces; ++piece) {
         barrier_wait(&barriers.input_empty[input.slot][piece], input.phase ^ 1);
         if (lane == 0) {
           uint64_t* full = &barriers.input_full[input.slot][piece];
-          barrier_arrive_expect(full, bytes);
-          copy_bulk(dynamic_shared() + input.slot * Block::kChunkBytes + piece * Block::kPieceBytes,
-                    from,
-                    bytes,
-                    full);
+          barrier_arrive_expect(full, kBlocks * bytes);
+          uint8_t* to =
+              dynamic_shared() + input.slot * Block::kChunkBytes + piece * Block::kPieceBytes;
+#pragma unroll
+          for (int block = 0; block < kBlocks; ++block) {
+            copy_bulk(to + block * Block::kBlockBytes, from + block * bytes, bytes, full);
+          }
         }
-        from += bytes;
+        from += kBlocks * bytes;
       }
       input.advance();
     }
@@ -593,7 +635,9 @@ Status run(const OpContext& ctx, const ExpertProblem& p, int64_t groups) {
 }  // namespace
 
 Status experts_many(const OpContext& ctx, const ExpertProblem& p, int64_t groups) {
-  return p.group_tokens <= 32 ? run<32>(ctx, p, groups) : run<80>(ctx, p, groups);
+  return p.group_tokens <= 32   ? run<32>(ctx, p, groups)
+         : p.group_tokens <= 80 ? run<80>(ctx, p, groups)
+                                : run<160>(ctx, p, groups);
 }
 
 }  // namespace cachalot::ops::cuda

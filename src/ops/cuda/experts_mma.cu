@@ -178,7 +178,7 @@ __global__ void __launch_bounds__(kThreads)
 // Tokens of a group, by the mean number of tokens of an expert.
 int64_t group_tokens(int64_t pairs, int64_t experts) {
   const int64_t mean = pairs / experts;
-  return mean <= 4 ? kTokenTile : mean <= 16 ? 32 : 80;
+  return mean <= 4 ? kTokenTile : mean <= 16 ? 32 : mean <= 70 ? 80 : 160;
 }
 
 }  // namespace
@@ -208,8 +208,8 @@ Status experts_mma(OpContext& ctx, const ExpertsArgs& args) {
   const bool has_shared = !args.shared.empty(), direct = t <= kDirectTokens;
   CACHALOT_TRY(const ExpertPointers* table, expert_table(ctx.stream, args.routed));
   const int64_t tokens = direct ? kTokenTile : group_tokens(pairs, experts);
-  // Groups of the routed experts at most, and of the shared one.
-  const int64_t routed_groups = std::min(pairs, experts + pairs / tokens);
+  // Groups of the routed experts at most, and of the shared one. Without routing, one per pair.
+  const int64_t routed_groups = direct ? pairs : std::min(pairs, experts + pairs / tokens);
   const int64_t groups = routed_groups + (has_shared ? ceil_div(t, tokens) : 0);
   const bool wide = tokens > kTokenTile;
   // Places of pair_of, and rows of x and hidden.
