@@ -148,6 +148,41 @@ TEST_F(CudaIndex, IndexSelectPublishesAndConsumesCandidates) {
   }
 }
 
+// Alone, a token is selected from by several blocks that wait for each other or, among many tokens,
+// by one: the lists are the same, those of consumers with fewer candidates than places too.
+TEST_F(CudaIndex, IndexSelectIsBatchInvariant) {
+  constexpr int64_t kStart = 2100, kTopK = 200, kBlocks = 150, kCrowd = 300;
+  Random random(18);
+  std::vector<SequenceSpec> crowd(kCrowd, {.start = 0, .rows = 1});
+  crowd.front() = crowd.back() = {.start = kStart, .rows = 1};
+  IndexInput alone(random, {crowd[0]}, DType::kBF16, 32, 128, kStart + 1, 1, 32);
+  IndexInput crowded(random, crowd, DType::kBF16, 32, 128, kStart + 1, 1, 32);
+  const int64_t q_bytes = static_cast<int64_t>(alone.q.bytes.size()),
+                w_bytes = static_cast<int64_t>(alone.w.bytes.size());
+  for (int64_t at : {int64_t{0}, kCrowd - 1}) {
+    std::copy(alone.q.bytes.begin(), alone.q.bytes.end(), crowded.q.bytes.begin() + at * q_bytes);
+    std::copy(alone.w.bytes.begin(), alone.w.bytes.end(), crowded.w.bytes.begin() + at * w_bytes);
+    Random keys(19), same(19);
+    for (int64_t e = 0; e <= kStart; ++e) {
+      alone.write_key(keys, 0, e);
+      crowded.write_key(same, static_cast<size_t>(at), e);
+    }
+  }
+  Side side(Side::Kind::kCuda);
+  const IndexOutput a = run_index(side, alone, kTopK, kBlocks, 8, nullptr, kStart + 1);
+  const IndexOutput b = run_index(side, crowded, kTopK, kBlocks, 8, nullptr, kStart + 1);
+  const IndexOutput c = run_index(side, alone, kTopK, 0, 8, &a.candidates, kStart + 1);
+  const IndexOutput d = run_index(side, crowded, kTopK, 0, 8, &b.candidates, kStart + 1);
+  for (int64_t at : {int64_t{0}, kCrowd - 1}) {
+    const auto equal = [&](const Buffer& one, const Buffer& many, int64_t width) {
+      return std::equal(ints(one), ints(one) + width, ints(many) + at * width);
+    };
+    EXPECT_TRUE(equal(a.selected, b.selected, kTopK)) << at;
+    EXPECT_TRUE(equal(a.candidates, b.candidates, kBlocks)) << at;
+    EXPECT_TRUE(equal(c.selected, d.selected, kTopK)) << at;
+  }
+}
+
 // Tokens of one sequence share unpacked keys, tokens of different ones do not, and pages of whole
 // runs are copied in larger pieces: the scores are the same to the last bit.
 TEST_F(CudaIndex, IndexSelectSharesKeys) {

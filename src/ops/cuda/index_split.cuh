@@ -9,6 +9,7 @@ constexpr int kBinBits = 12;  // leading bits of a score that the histograms tel
 constexpr int kBins = 1 << kBinBits;
 // Most tokens of a block of the score kernel; those of one sequence share its unpacked keys.
 constexpr int kIndexGroup = 14;
+constexpr int kCandidateBlock = 8;              // entries, of the shapes that run here
 constexpr int kQueryBytes = 32 * kIndexMmaDim;  // E4M3 codes of a token's queries
 
 // A list to select from: the entries of a token, or its candidate blocks.
@@ -28,10 +29,14 @@ struct IndexSplit {
   IndexProblem p;
   IndexList entries;
   IndexList blocks;  // bound 0: nothing is published
-  uint8_t* queries;  // [T, HI, DI] E4M3 codes, swizzled: the B operand of wgmma
+  uint8_t* queries;  // [T, HI, DI] E4M3 codes, swizzled: the B operands of wgmma
   float* weights;    // [T, HI] head weights times the scales of the queries
+  int* arrivals;     // [T, 2] blocks of a token that have counted, and that have collected
   int tokens;
   int group;  // consecutive tokens that one block scores
+
+  // Of a group, the last of which may lack a token. Queries lie in whole pairs.
+  __host__ __device__ int group_pairs() const { return (group + 1) / 2; }
 };
 
 // What a token has to select from.
@@ -54,8 +59,10 @@ __device__ __forceinline__ IndexExtent token_extent(const IndexSplit& s, int64_t
 
 // Whether index_scores() takes these heads, this dim and these candidate blocks.
 bool index_scores_support(const IndexProblem& p);
-// Fills the scores and histograms of every list.
+// Fills the scores and the histogram of the entries; groups of one token are selected from, too.
 Status index_scores(const OpContext& ctx, const IndexSplit& s, DType act);
+// Most tokens of a pass whose groups have one token, for lists of so many slots.
+int64_t index_alone_tokens(const IndexProblem& p, int64_t slots);
 
 // Whether index_split() takes these args: it needs a bound of the entries.
 bool index_split_supports(const IndexSelectArgs& args);

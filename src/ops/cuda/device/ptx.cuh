@@ -286,6 +286,18 @@ __device__ __forceinline__ void barrier_arrive_after_copies(uint64_t* barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(barrier))
                : "memory");
 }
+__device__ __forceinline__ void barrier_arrive(uint64_t* barrier, int arrivals) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)),
+               "r"(arrivals)
+               : "memory");
+}
+// Announces `bytes` more before an arrival.
+__device__ __forceinline__ void barrier_expect(uint64_t* barrier, int bytes) {
+  asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(
+                   shared_address(barrier)),
+               "r"(bytes)
+               : "memory");
+}
 // Arrives and announces `bytes` more.
 __device__ __forceinline__ void barrier_arrive_expect(uint64_t* barrier, int bytes) {
   asm volatile(
@@ -333,6 +345,11 @@ __device__ __forceinline__ uint4 load_shared(uint32_t from) {
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
                : "r"(from)
                : "memory");
+  return v;
+}
+__device__ __forceinline__ uint2 load_shared_pair(uint32_t from) {
+  uint2 v;
+  asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(from) : "memory");
   return v;
 }
 __device__ __forceinline__ uint32_t load_shared_word(uint32_t from) {
