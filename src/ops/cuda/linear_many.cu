@@ -3,11 +3,11 @@
 //
 // in   images of x, weights [N, K]        out  y [T, N] bf16|f32, up to four weights per call
 //
-// Where that fills the device, a block has 128 rows and 128 tokens at a time, half of the rows per
-// warpgroup. Otherwise it has 64 rows, and three warpgroups (two with 128 tokens) take turns at the
-// chunks of K, because one alone would be bound by the latencies of its own unpacking. One block
-// per multiprocessor takes tiles in order: 16 blocks of rows for all tokens, then the next 16, so
-// that what runs at one time fits into L2.
+// Where that fills the device, a block has 128 rows and 128 tokens at a time (64 if there are no
+// more and the weights are FP8), half of the rows per warpgroup. Otherwise it has 64 rows, and
+// three warpgroups (two with 128 tokens) take turns at the chunks of K, because one alone would be
+// bound by the latencies of its own unpacking. One block per multiprocessor takes tiles in order:
+// 16 blocks of rows for all tokens, then the next 16, so that what runs at one time fits into L2.
 //
 // Shared: two or three chunks of 256 columns of input (64 KiB each for 128 tokens), three to six
 // stages of weights per warpgroup, 2 KiB per warp in which results are transposed, and up to 32 KiB
@@ -15,6 +15,7 @@
 // 4096 tokens of 8192 columns times 5120 rows run at 643 TFLOP/s with the matrix units busy 76 % of
 // the cycles and 8.3 TB/s from L2 (the images are made in front of that).
 #include <algorithm>
+#include <type_traits>
 
 #include "ops/cuda/device/gemm_tiles.cuh"
 #include "ops/cuda/linear_mma.cuh"
@@ -319,6 +320,12 @@ bool fills_device(int64_t tiles, int64_t tokens) {
          ceil_div(tiles, 2 * kGroupWarps) * ceil_div(tokens, kMostTokens<W>) >= kMultiprocessors;
 }
 
+// Whether one tile of 33 to 64 tokens leaves work for every multiprocessor in blocks of 128 rows,
+// which read the input half as often as those of 64.
+bool rows_fill_device(int64_t tiles, int64_t tokens) {
+  return tokens > 32 && tokens <= 64 && ceil_div(tiles, 2 * kGroupWarps) >= kMultiprocessors;
+}
+
 // Calls body(W()) with the fragments of a format.
 template <class Body>
 auto with_weights(WeightFormat format, const Body& body) {
@@ -355,6 +362,11 @@ Status linear_many(const OpContext& ctx, WeightFormat format, const LinearProble
     const int tile = many_tokens(format, p.tiles, p.tokens);
     if (tile == 32) {
       return launch_many<W, GemmBlock<32, 1, 3>>(ctx, p);
+    }
+    if constexpr (std::is_same_v<W, Fp8Weights<false>>) {  // the format that was measured
+      if (rows_fill_device(p.tiles, p.tokens)) {
+        return launch_many<W, GemmBlock<64, 2, 1>>(ctx, p);
+      }
     }
     if constexpr (W::kParts == 1) {
       if (!fills_device<W>(p.tiles, p.tokens)) {
