@@ -40,8 +40,7 @@ TEST(DeviceWeights, TablesLieWhereTheyShould) {
     const ModelWeights& got = made->weights;
     EXPECT_TRUE(is_copy(got.embed.values, source.weights.embed.values));
     EXPECT_TRUE(got.layers[0].engram.table.values.empty());
-    EXPECT_TRUE(
-        is_copy(got.vision.blocks[0].wqkv.bias, source.weights.vision.blocks[0].wqkv.bias));
+    EXPECT_TRUE(is_copy(got.vision.blocks[0].wqkv.bias, source.weights.vision.blocks[0].wqkv.bias));
     // What the host lays out stays with it.
     EXPECT_EQ(got.vision.image_start.data, source.start.data());
     // Tables of 24 bytes are less than a quarter of any memory.

@@ -293,10 +293,10 @@ __device__ __forceinline__ void barrier_arrive(uint64_t* barrier, int arrivals) 
 }
 // Announces `bytes` more before an arrival.
 __device__ __forceinline__ void barrier_expect(uint64_t* barrier, int bytes) {
-  asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(
-                   shared_address(barrier)),
-               "r"(bytes)
-               : "memory");
+  asm volatile(
+      "mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)),
+      "r"(bytes)
+      : "memory");
 }
 // Arrives and announces `bytes` more.
 __device__ __forceinline__ void barrier_arrive_expect(uint64_t* barrier, int bytes) {
