@@ -342,16 +342,7 @@ __device__ __forceinline__ void sum_values(Shared<kHeadRows, kGroups>& shared,
     multiply(b);
     receive(b + 1);
     wgmma_wait<0>();
-    // Most blocks raise no maximum.
-    if (__any_sync(kAllLanes, rescale[0] != 1.0f || rescale[1] != 1.0f)) {
-#pragma unroll
-      for (int n = 0; n < 8; ++n) {
-        acc[n][0] *= rescale[0];
-        acc[n][1] *= rescale[0];
-        acc[n][2] *= rescale[1];
-        acc[n][3] *= rescale[1];
-      }
-    }
+    rescale_sums(acc, rescale[0], rescale[1]);
   }
   multiply(blocks - 1);
   wgmma_wait<0>();

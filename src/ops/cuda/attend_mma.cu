@@ -88,35 +88,6 @@ __device__ __forceinline__ void score_keys(
   }
 }
 
-// Probabilities of heads `head` and `head` + 8 and their sums: four of 16 keys, in order.
-__device__ __forceinline__ void exponentiate(
-    const float (&s)[8][4], const float (&best)[2], int head, uint8_t* p, float* sum) {
-  const Lane place;
-#pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    float total = 0;
-#pragma unroll
-    for (int g = 0; g < 4; ++g) {
-      float part = 0;
-#pragma unroll
-      for (int n = 2 * g; n < 2 * g + 2; ++n) {
-        const float p0 = exp2_flushed(s[n][2 * h] - best[h]);
-        const float p1 = exp2_flushed(s[n][2 * h + 1] - best[h]);
-        part += p0;
-        part += p1;
-        *reinterpret_cast<uint32_t*>(p + tile_place(head + 8 * h, n) + 4 * place.t) =
-            bf16_pair(p0, p1);
-      }
-      part += __shfl_xor_sync(kAllLanes, part, 1);
-      part += __shfl_xor_sync(kAllLanes, part, 2);
-      total += part;
-    }
-    if (place.t == 0) {
-      sum[head + 8 * h] = total;
-    }
-  }
-}
-
 // The scores of a token, from block of keys `blocks` of all tokens on. A warp has 16 heads; a
 // thread keeps the running maximum of heads g and g + 8 of them.
 __device__ __forceinline__ void score_blocks(int keys,
@@ -169,16 +140,7 @@ __device__ __forceinline__ void sum_values(int keys,
     const float r0 = shared.rescale[stage][head], r1 = shared.rescale[stage][head + 8];
     sum[0] = fmaf(sum[0], r0, shared.sum[stage][head]);
     sum[1] = fmaf(sum[1], r1, shared.sum[stage][head + 8]);
-    // Most blocks raise no maximum.
-    if (__any_sync(kAllLanes, r0 != 1.0f || r1 != 1.0f)) {
-#pragma unroll
-      for (int n = 0; n < kParts * kColumnTiles; ++n) {
-        acc[n][0] *= r0;
-        acc[n][1] *= r0;
-        acc[n][2] *= r1;
-        acc[n][3] *= r1;
-      }
-    }
+    rescale_sums(acc, r0, r1);
     const uint64_t p = wgmma_operand(shared.p[stage]);
     const uint64_t v = wgmma_operand_transposed(shared.k[stage][half * (kTiles / 2)], kTile);
     wgmma_fence();

@@ -411,29 +411,10 @@ __device__ __forceinline__ void score_blocks(Shared<kRanks>& shared, int keys, i
       cluster_barrier_wait(&shared.summed[slot], (b - Memory::kSlots) / kPeriod % 2);
     }
     uint8_t* p = shared.p[slot];
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      float total = 0;
-#pragma unroll
-      for (int g = 0; g < 4; ++g) {
-        float part = 0;
-#pragma unroll
-        for (int n = 2 * g; n < 2 * g + 2; ++n) {
-          const float p0 = exp2_flushed(s[n][2 * h] - running[h]);
-          const float p1 = exp2_flushed(s[n][2 * h + 1] - running[h]);
-          part += p0;
-          part += p1;
-          *reinterpret_cast<uint32_t*>(p + tile_place(head + 8 * h, n) + 4 * place.t) =
-              bf16_pair(p0, p1);
-        }
-        part += __shfl_xor_sync(kAllLanes, part, 1);
-        part += __shfl_xor_sync(kAllLanes, part, 2);
-        total += part;
-      }
-      if (place.t == 0) {
-        shared.factors[slot].sum[head + 8 * h] = total;
-        shared.factors[slot].best[head + 8 * h] = running[h];
-      }
+    exponentiate(s, running, head, p, shared.factors[slot].sum);
+    if (place.t == 0) {
+      shared.factors[slot].best[head] = running[0];
+      shared.factors[slot].best[head + 8] = running[1];
     }
     async_proxy_fence();
     group_barrier(kScoresStored, kGroup);
@@ -520,16 +501,7 @@ __device__ __forceinline__ void sum_values(Shared<kRanks>& shared,
         remote_arrive(&shared.summed[b % kSlots], (b + kSlots) % kRanks);
       }
     }
-    // Most blocks raise no maximum.
-    if (__any_sync(kAllLanes, rescale[0] != 1.0f || rescale[1] != 1.0f)) {
-#pragma unroll
-      for (int n = 0; n < Memory::kColumns / 8; ++n) {
-        acc[n][0] *= rescale[0];
-        acc[n][1] *= rescale[0];
-        acc[n][2] *= rescale[1];
-        acc[n][3] *= rescale[1];
-      }
-    }
+    rescale_sums(acc, rescale[0], rescale[1]);
   }
   multiply(blocks - 1);
   wgmma_wait<0>();

@@ -164,4 +164,47 @@ __device__ __forceinline__ void store_output(const AttendProblem& a,
   }
 }
 
+// Probabilities of heads `head` and `head` + 8 and their sums: four of 16 keys, in order.
+__device__ __forceinline__ void exponentiate(
+    const float (&s)[8][4], const float (&best)[2], int head, uint8_t* p, float* sum) {
+  const Lane place;
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    float total = 0;
+#pragma unroll
+    for (int g = 0; g < 4; ++g) {
+      float part = 0;
+#pragma unroll
+      for (int n = 2 * g; n < 2 * g + 2; ++n) {
+        const float p0 = exp2_flushed(s[n][2 * h] - best[h]);
+        const float p1 = exp2_flushed(s[n][2 * h + 1] - best[h]);
+        part += p0;
+        part += p1;
+        *reinterpret_cast<uint32_t*>(p + tile_place(head + 8 * h, n) + 4 * place.t) =
+            bf16_pair(p0, p1);
+      }
+      part += __shfl_xor_sync(kAllLanes, part, 1);
+      part += __shfl_xor_sync(kAllLanes, part, 2);
+      total += part;
+    }
+    if (place.t == 0) {
+      sum[head + 8 * h] = total;
+    }
+  }
+}
+
+// Sums of two rows, times the rows' factors. Most blocks of keys raise no maximum.
+template <int kCount>
+__device__ __forceinline__ void rescale_sums(float (&acc)[kCount][4], float first, float second) {
+  if (__any_sync(kAllLanes, first != 1.0f || second != 1.0f)) {
+#pragma unroll
+    for (int n = 0; n < kCount; ++n) {
+      acc[n][0] *= first;
+      acc[n][1] *= first;
+      acc[n][2] *= second;
+      acc[n][3] *= second;
+    }
+  }
+}
+
 }  // namespace cachalot::ops::cuda::attention
