@@ -146,8 +146,8 @@ __global__ void __launch_bounds__(kThreads) gather_kernel(const Bf16* x,
 
 __global__ void __launch_bounds__(kThreads)
     combine_kernel(const __grid_constant__ ExpertProblem p) {
-  allow_next_kernel();
   wait_for_previous_kernels();
+  allow_next_kernel();
   const int64_t i = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) * 8;
   if (i >= p.tokens * p.d) {
     return;
