@@ -93,6 +93,16 @@ std::string evaluation_line(int64_t step, const Evaluation& e) {
   return w.text();
 }
 
+// The first weight with a value that is not finite; empty if there is none.
+std::string not_finite(const ParameterSet<float>& parameters) {
+  for (const Parameter<float>& parameter : parameters.all()) {
+    if (!std::ranges::all_of(parameter.value, [](float v) { return std::isfinite(v); })) {
+      return parameter.spec.name;
+    }
+  }
+  return {};
+}
+
 std::string draft_evaluation_line(int64_t step, const DraftEvaluation& e) {
   JsonWriter w;
   w.begin_object()
@@ -342,7 +352,10 @@ Result<StepRecord> Trainer::train_step() {
     record.selected_recall = selected_mass / best_mass;
   }
   if (!std::isfinite(record.loss)) {
-    return diverged("the loss is not finite");
+    const std::string culprit = not_finite(*parameters_);
+    return diverged(culprit.empty()
+                        ? "the loss is not finite, but every weight is"
+                        : fmt::format("the loss is not finite, nor is the weight {}", culprit));
   }
   std::string worst;
   record.gradient_norm = gradient_norm(*parameters_, *optimizer_, &pool_, &worst);

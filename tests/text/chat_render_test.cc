@@ -104,7 +104,7 @@ TEST(ChatRender, TrainedControlTokensOfTheToolsBlockAreControlTokens) {
   EXPECT_EQ(think_end, 3);  // two of the block, one of the answer's header
 }
 
-TEST(ChatRender, Effort) {
+TEST(ChatRender, A46_EffortIsItsNumber) {
   const std::pair<const char*, int> good[] = {{"\"low\"", 50},
                                               {"\"high\"", 75},
                                               {"\"max\"", 100},
@@ -213,7 +213,7 @@ TEST(ChatRender, PlainTextRunsAcrossParts) {
   EXPECT_EQ(value_of(encode_chat(*real_tokenizer(), request)), expected);
 }
 
-TEST(ChatRender, ToolsOfTheRequestJoinTheFirstSystemMessage) {
+TEST(ChatRender, A47_ToolsOfTheRequestJoinTheFirstSystemMessage) {
   const json tool = {{"type", "function"}, {"function", {{"name", "f"}}}};
   const json other = {{"type", "function"}, {"function", {{"name", "g"}}}};
   json body = user_request("U");

@@ -4,9 +4,10 @@
     corpus.py --out build/corpus [--packages linux-doc-6.12 dict-gcide perl-doc manpages manpages-dev]
 
 Packages are fetched with apt-get download and unpacked, never installed. Texts are de-duplicated by
-content, cleaned of markup that a small model would only waste itself on, and split by whole files:
-about one file in `--heldout` goes to heldout.jsonl, chosen by the hash of its name, so the split does not
-depend on the order or on other files. versions.json records what was used.
+content, cleaned of markup that a small model would only waste itself on, and split by whole files (the
+one file of the dictionary in pieces of 8000 characters): about one in `--heldout` goes to heldout.jsonl,
+chosen by the hash of its name, so the split does not depend on the order or on other files. versions.json
+records what was used.
 """
 import argparse
 import gzip
